@@ -1,0 +1,117 @@
+"""Messages between the tokenizer manager and the scheduler. Plain picklable data; nothing here behaves.
+
+Every ``TokenizedGenerateReqInput`` is answered by one or more ``TokenOut`` with its ``rid``; exactly one of them has a
+``finish_reason``. Every ``ControlReq`` is answered by exactly one ``ControlReply`` with the same ``request_id``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+# kinds of FinishReason, as they appear in meta_info["finish_reason"]["type"]
+FinishType = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReason:
+    """Why a request ended. ``matched`` is the stop token id or stop string; ``status`` is the HTTP status of an abort."""
+
+    type: FinishType
+    matched: int | str | None = None
+    length: int | None = None
+    message: str | None = None
+    status: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The shape users see in ``meta_info["finish_reason"]``."""
+        if self.type == "stop":
+            return {"type": "stop", "matched": self.matched}
+        if self.type == "length":
+            return {"type": "length", "length": self.length}
+        return {"type": "abort", "message": self.message, "status_code": self.status}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedGenerateReqInput:
+    """One sequence to generate (``n > 1`` is fanned out by the tokenizer manager before this point)."""
+
+    rid: str
+    input_ids: tuple[int, ...]
+    sampling_params: SamplingParams
+    stream: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AbortReq:
+    """Abort one request by id, or all of them. Aborted requests get their final ``TokenOut`` (finish type "abort")."""
+
+    rid: str | None
+    abort_all: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ControlReq:
+    """A question or command outside generation."""
+
+    request_id: str
+    action: Literal["flush_cache", "server_info", "check_integrity", "ping"]
+
+
+@dataclass(frozen=True, slots=True)
+class ControlReply:
+    request_id: str
+    ok: bool
+    message: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SpecStats:
+    """Counts of one request's speculative rounds. Position j counts rounds in which draft j (from 0) was accepted."""
+
+    verify_ct: int
+    accepted_tokens: int
+    draft_tokens: int
+    accepted_by_position: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOut:
+    """New tokens of one request. Counters are totals so far; times are seconds of the scheduler's monotonic clock.
+
+    ``token_ids`` holds only tokens the user gets: a run is already cut at its earliest end event. A matched stop token
+    is included as the last id (its text is not shown); ``finish_reason.matched`` as a string says where text is cut.
+    """
+
+    rid: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    spec: SpecStats | None
+    queue_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTokenOut:
+    """All replies of one scheduler step."""
+
+    outs: tuple[TokenOut, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerReady:
+    """First message of a scheduler. ``info`` holds facts for ``/server_info`` and ``/get_model_info``; an ``error``
+    ends the start-up with that sentence. Keys of ``info`` that others rely on: ``max_req_input_len`` (tokens),
+    ``context_len``, ``max_total_num_tokens``, ``vocab_size``."""
+
+    info: dict[str, Any]
+    error: str | None = None
+
+
+ToScheduler = TokenizedGenerateReqInput | AbortReq | ControlReq
+FromScheduler = BatchTokenOut | ControlReply | SchedulerReady

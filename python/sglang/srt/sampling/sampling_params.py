@@ -1,0 +1,131 @@
+"""One request's sampling controls, checked when made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Mapping
+
+TOP_K_ALL = 1 << 30
+_MAX_STOP_STRINGS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling controls of one request; names and defaults are sglang's.
+
+    ``temperature == 0`` means greedy. ``top_k <= 0`` (or ``TOP_K_ALL``) keeps the whole vocabulary.
+    ``max_new_tokens`` None means up to the context end. Raises ``ValueError`` naming the field, its value and the fix.
+    """
+
+    max_new_tokens: int | None = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    sampling_seed: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, 0.0, None)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True)
+        _integer("top_k", self.top_k, -1, None)
+        _integer("min_new_tokens", self.min_new_tokens, 0, None)
+        _integer("n", self.n, 1, 128)
+        if self.max_new_tokens is not None:
+            _integer("max_new_tokens", self.max_new_tokens, 0, None)
+            if self.min_new_tokens > self.max_new_tokens:
+                raise ValueError(
+                    f"min_new_tokens must not exceed max_new_tokens, got {self.min_new_tokens} and {self.max_new_tokens}"
+                )
+        if self.sampling_seed is not None:
+            _integer("sampling_seed", self.sampling_seed, -(1 << 63), (1 << 63) - 1)
+        if len(self.stop) > _MAX_STOP_STRINGS or not all(isinstance(s, str) and s for s in self.stop):
+            raise ValueError(f"stop must be at most {_MAX_STOP_STRINGS} non-empty strings, got {self.stop!r:.200}")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, None)
+        for token, bias in self.logit_bias:
+            _integer("logit_bias", token, 0, None)
+            _number("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Build from a request's ``sampling_params`` object; unknown names are an error that lists the known ones."""
+        known = {f.name for f in fields(cls)}
+        unsupported = sorted(set(values) & _LATER)
+        active = [name for name in unsupported if values[name] is not None]
+        if active:
+            raise ValueError(f"sampling_params.{active[0]} is not supported yet: leave it out")
+        unknown = sorted(set(values) - known - _LATER)
+        if unknown:
+            raise ValueError(f"sampling_params has an unknown field {unknown[0]!r}: known fields are {', '.join(sorted(known))}")
+        given = {name: value for name, value in values.items() if name in known and value is not None}
+        if "max_new_tokens" in values and values["max_new_tokens"] is None:
+            given["max_new_tokens"] = None
+        if isinstance(given.get("stop"), str):
+            given["stop"] = (given["stop"],)
+        if isinstance(given.get("stop_token_ids"), int):
+            given["stop_token_ids"] = (given["stop_token_ids"],)
+        for name in ("stop", "stop_token_ids"):
+            if name in given:
+                given[name] = _sequence(name, given[name])
+        if "logit_bias" in given:
+            given["logit_bias"] = parse_logit_bias(given["logit_bias"])
+        for name in ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"):
+            if not isinstance(given.get(name, False), bool):
+                raise ValueError(f"{name} must be true or false, got {given[name]!r:.200}")
+        return cls(**given)
+
+
+_LATER = frozenset({"json_schema", "regex", "ebnf", "structural_tag", "custom_params", "stop_regex", "thinking_budget"})
+
+
+def parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """``{"token id": bias}`` as in OpenAI's API -> sorted pairs."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"logit_bias must be an object of token id to bias, got {value!r:.200}")
+    try:
+        return tuple(sorted((int(token), float(bias)) for token, bias in value.items()))
+    except (TypeError, ValueError):
+        raise ValueError(f"logit_bias must map token ids to numbers, got {value!r:.200}") from None
+
+
+def _sequence(name: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, (list, tuple)):
+        return tuple(value)
+    raise ValueError(f"{name} must be a list, got {value!r:.200}")
+
+
+def _number(name: str, value: Any, low: float, high: float | None, *, open_low: bool = False) -> None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if good and (value > low if open_low else value >= low) and (high is None or value <= high):
+        return
+    left = f"greater than {low:g}" if open_low else f"at least {low:g}"
+    right = "" if high is None else f" and at most {high:g}"
+    raise ValueError(f"{name} must be a finite number {left}{right}, got {value!r:.200}")
+
+
+def _integer(name: str, value: Any, low: int, high: int | None) -> None:
+    good = isinstance(value, int) and not isinstance(value, bool)
+    if good and value >= low and (high is None or value <= high):
+        return
+    raise ValueError(f"{name} must be an integer of at least {low}{'' if high is None else f' and at most {high}'}, got {value!r:.200}")
