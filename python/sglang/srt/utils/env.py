@@ -1,0 +1,50 @@
+"""Every environment variable the engine reads, in one table. No other module looks at ``os.environ``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EnvVar(Generic[T]):
+    """One variable. ``get`` reads it when called, so a test or a parent process may set it after import."""
+
+    name: str
+    default: T
+    parse: Callable[[str], T]
+    help: str
+
+    def get(self) -> T:
+        """Value, or the default when unset or empty. ValueError names the variable when the text does not parse."""
+        text = os.environ.get(self.name, "")
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as err:
+            raise ValueError(f"environment variable {self.name}={text!r}: {err}") from err
+
+
+def parse_bool(text: str) -> bool:
+    """1/0, true/false, yes/no or on/off in any case; ValueError otherwise."""
+    value = text.strip().lower()
+    if value in ("1", "true", "yes", "on"):
+        return True
+    if value in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("use 1 or 0")
+
+
+SGLANG_DEBUG_KV_DIGEST = EnvVar(
+    name="SGLANG_DEBUG_KV_DIGEST",
+    default=False,
+    parse=parse_bool,
+    help="digest every target KV buffer before and after a draft, and fail if it changed",
+)
+
+ENVIRONMENT: tuple[EnvVar, ...] = (SGLANG_DEBUG_KV_DIGEST,)
