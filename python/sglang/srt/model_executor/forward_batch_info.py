@@ -1,0 +1,94 @@
+"""One forward pass as tensors. Built complete, never edited.
+
+Shapes: B requests, T query rows in this forward, R rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol
+
+import torch
+
+from sglang.srt.mem_cache.kv_pool import KVCache, KVReader, LayerKV
+
+
+class ForwardMode(Enum):
+    EXTEND = auto()
+    DECODE = auto()
+    TARGET_VERIFY = auto()
+    DRAFT = auto()
+
+
+class CaptureHiddenMode(Enum):
+    """Which rows of the final hidden state a forward returns beside the logits."""
+
+    NULL = auto()
+    LAST = auto()
+    FULL = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class AttnGeometry:
+    """All that attention planning may know; no speculative field can leak into a plan.
+
+    Row ``t`` of request ``b`` sees key position ``k`` when ``k < kv_lens[b]`` and ``k <= positions[t]``, and on sliding
+    layers also ``k > positions[t] - window``.
+
+    req_pool_indices: [B] int64 rows of ``req_to_token``; kv_lens_cpu: tokens in the pool per request, counting those this
+    forward writes; q_lens_cpu: query rows per request, consecutive in the batch; positions: [T] int64.
+    first_positions_cpu: position of each request's first query row.
+    """
+
+    req_pool_indices: torch.Tensor
+    kv_lens_cpu: tuple[int, ...]
+    q_lens_cpu: tuple[int, ...]
+    first_positions_cpu: tuple[int, ...]
+    positions: torch.Tensor
+
+
+class AttnPlan(Protocol):
+    """A geometry planned by one backend for one set of KV contents (one forward, or one draft round)."""
+
+    def attend(self, q: torch.Tensor, kv: LayerKV) -> torch.Tensor:
+        """``q`` [T, H, D] -> [T, H, D]; scale is exactly 1."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TailBatch:
+    """The rows of an extend that layers without KV of their own still have to compute.
+
+    Nothing reads keys or values of KV-sharing layers, so during prefill only rows whose logits are wanted go on.
+    ``rows`` [R] int64 picks them; ``batch`` is the same forward restricted to them, with a read-only pool.
+    """
+
+    rows: torch.Tensor
+    batch: ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """Tensors of one forward.
+
+    input_ids, positions: [T] int64. A pool that can be written and ``out_cache_loc`` ([T] int64 slots) come together or
+    not at all. ``logits_rows`` [R] int64 (None: every row). ``tail`` is set for an extend of a model that shares KV.
+    """
+
+    mode: ForwardMode
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    token_to_kv_pool: KVReader
+    out_cache_loc: torch.Tensor | None
+    attn: AttnPlan
+    capture_hidden_mode: CaptureHiddenMode
+    logits_rows: torch.Tensor | None
+    tail: TailBatch | None
+
+    def __post_init__(self) -> None:
+        writes = isinstance(self.token_to_kv_pool, KVCache)
+        assert writes == (self.out_cache_loc is not None), (
+            f"a writable KV pool and a write location come together: pool {type(self.token_to_kv_pool).__name__}, "
+            f"out_cache_loc {'given' if self.out_cache_loc is not None else 'missing'}"
+        )
