@@ -1,25 +1,32 @@
-"""What a checkpoint's ``config.json`` means, translated once into frozen values.
+"""What a checkpoint's ``config.json`` means, as frozen values.
 
-Everything below reads these types; nothing else interprets the Hugging Face dictionary. Both serialised forms
-are understood: ``global_head_dim`` / ``num_global_key_value_heads``, and ``per_layer_config`` which wins if present.
+Everything below reads these types; nothing else interprets the Hugging Face dictionary, which
+``model_config_parser.parse_model_config`` translates once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Mapping
+from types import MappingProxyType
+from typing import Any
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
-_DEFAULT_ROPE: dict[str, dict[str, Any]] = {
-    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-    FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
-}
+DEFAULT_ROPE: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+        FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKVSpec:
-    """KV geometry of one decoder layer. ``owner`` is the layer whose KV it reads (itself when it owns KV)."""
+    """KV geometry of one decoder layer. ``owner`` is the layer whose KV it reads (itself when it owns KV).
+
+    Every layer of an assistant has ``owner == -1``: it reads KV borrowed from another model, with the geometry given.
+    """
 
     layer_id: int
     kind: str
