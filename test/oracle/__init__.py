@@ -1,0 +1,1 @@
+"""Independent implementations that tests compare the engine with. Nothing here imports ``sglang``."""
