@@ -7,8 +7,8 @@ For ``L`` committed tokens (the newest one, the bonus token at position ``L-1``,
 - takes ``[scaled target embedding of the token, hidden]``, where the first hidden is the target's after its final norm
   at the position that predicted the bonus token, and later ones come from the assistant's own post projection.
 
-Shape letters: ``T`` cached positions (``L-1``), ``V`` vocabulary, ``D`` target width, ``A`` assistant width, ``H`` query
-heads, ``K`` KV heads, ``d`` head width.
+Shape letters: ``T`` cached positions (``L-1``), ``V`` vocabulary, ``D`` target width, ``A`` assistant width, ``H``
+query heads, ``K`` KV heads, ``d`` head width.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class AssistantOracle:
         return self._w(p + "o_proj.weight") @ out.flatten()
 
     def _rotate(self, q: torch.Tensor, kind: str, position: int) -> torch.Tensor:
-        """Rotary embedding of q [H, d]: pairs (j, j + d/2); on full layers only the first quarter of the pairs turns."""
+        """Rotary embedding of q [H, d]: pairs (j, j + d/2); on full layers only the first quarter of the pairs turn."""
         rope = {**_ROPE[kind], **self.text.get("rope_parameters", {}).get(kind, {})}
         half = q.shape[1] // 2
         turning = int(rope["partial_rotary_factor"] * half)
