@@ -19,7 +19,7 @@ class EmbeddedModel:
 
 def _installed(folder: str) -> EmbeddedModel:
     # a wheel is unpacked when it is installed, so its data are plain folders that a memory map can open
-    root = Path(str(resources.files("sglang.srt").joinpath("models_data", folder)))
+    root = Path(str(resources.files("sglang.srt") / "models_data" / folder))
     return EmbeddedModel(target=root / "target", assistant=root / "assistant")
 
 
