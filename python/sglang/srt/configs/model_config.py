@@ -60,7 +60,9 @@ class KVLayout:
         for spec in reversed(self.owners):
             if spec.kind == kind:
                 return spec
-        raise ValueError(f"the target has no {kind} layer that owns KV, so an assistant layer of that kind has nothing to read")
+        raise ValueError(
+            f"the target has no {kind} layer that owns KV, so an assistant layer of that kind has nothing to read"
+        )
 
 
 @dataclass(frozen=True, slots=True)

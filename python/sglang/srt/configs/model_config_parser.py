@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -34,10 +34,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 # keys that belong to the text decoder: a composite file keeps them in its text_config
 TEXT_CONFIG_KEYS = frozenset(
-    "attention_bias attention_k_eq_v enable_moe_block final_logit_softcapping global_head_dim head_dim hidden_activation "
-    "hidden_size hidden_size_per_layer_input intermediate_size layer_types max_position_embeddings moe_intermediate_size "
-    "num_attention_heads num_experts num_global_key_value_heads num_hidden_layers num_key_value_heads "
-    "num_kv_shared_layers per_layer_config rms_norm_eps rope_parameters sliding_window top_k_experts "
+    "attention_bias attention_k_eq_v enable_moe_block final_logit_softcapping global_head_dim head_dim "
+    "hidden_activation hidden_size hidden_size_per_layer_input intermediate_size layer_types max_position_embeddings "
+    "moe_intermediate_size num_attention_heads num_experts num_global_key_value_heads num_hidden_layers "
+    "num_key_value_heads num_kv_shared_layers per_layer_config rms_norm_eps rope_parameters sliding_window top_k_experts "
     "use_bidirectional_attention use_double_wide_mlp vocab_size vocab_size_per_layer_input".split()
 )
 TOP_CONFIG_KEYS = frozenset(
@@ -111,9 +111,9 @@ class _Keys:
             raise self.bad(key, "true or false")
         return value
 
-    def choice(self, key: str, default: str | None, allowed: Iterable[str]) -> str:
+    def choice(self, key: str, default: str | None, allowed: Sequence[str]) -> str:
         value = self.values[key] if self.has(key) else default
-        if value not in allowed:
+        if not isinstance(value, str) or value not in allowed:
             raise self.bad(key, "one of " + ", ".join(allowed))
         return value
 
@@ -134,7 +134,9 @@ def parse_model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | N
     architecture = _architecture(top)
     family = _FAMILIES[architecture]
     if top.has("quantization_config"):
-        raise ValueError("quantization_config is set, but quantized checkpoints are not supported: use an unquantized one")
+        raise ValueError(
+            "quantization_config is set, but quantized checkpoints are not supported: use an unquantized one"
+        )
     if family.nested != top.has("text_config"):
         shape = "nests the decoder in text_config" if family.nested else "has no text_config"
         raise ValueError(f"architectures names {architecture}, whose config {shape}, but this one does not fit that")
@@ -167,7 +169,9 @@ def _architecture(top: _Keys) -> str:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise top.bad("architectures", "a list of one name")
     if names[0] not in _FAMILIES:
-        raise ValueError(f"architectures names {names[0]!r:.100}, which is not supported: use one of {', '.join(_FAMILIES)}")
+        raise ValueError(
+            f"architectures names {names[0]!r:.100}, which is not supported: use one of {', '.join(_FAMILIES)}"
+        )
     return names[0]
 
 
@@ -199,7 +203,9 @@ def _text_config(keys: _Keys, top: _Keys, family: _Family) -> TextConfig:
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
         sliding_window=window,
         max_position_embeddings=keys.integer("max_position_embeddings", 262_144 if family.unified else 131_072),
-        final_logit_softcapping=(keys.number("final_logit_softcapping") if keys.has("final_logit_softcapping") else None),
+        final_logit_softcapping=(
+            keys.number("final_logit_softcapping") if keys.has("final_logit_softcapping") else None
+        ),
         attention_k_eq_v=keys.flag("attention_k_eq_v"),
         double_wide_mlp=double_wide,
         first_kv_shared_layer=first_shared,
@@ -274,7 +280,9 @@ def _kv_layout(keys: _Keys, kinds: tuple[str, ...], window: int, first_shared: i
                 f"of layer {layer_id}"
             )
         if head_dim % 2:
-            raise ValueError(f"{keys.prefix}head_dim of layer {layer_id} must be even for rotary embedding, got {head_dim}")
+            raise ValueError(
+                f"{keys.prefix}head_dim of layer {layer_id} must be even for rotary embedding, got {head_dim}"
+            )
         specs.append(LayerKVSpec(layer_id, kind, num_kv_heads, head_dim, window if kind == SLIDING else None, owner))
     return KVLayout(tuple(specs))
 
@@ -286,7 +294,9 @@ def _head_overrides(keys: _Keys, kinds: tuple[str, ...]) -> list[tuple[int, int]
     if not keys.has("per_layer_config"):
         full_dim = keys.integer("global_head_dim", 512)
         # released files carry the global count only for models whose full layers project K and V once
-        full_heads = keys.integer("num_global_key_value_heads", num_kv_heads) if keys.flag("attention_k_eq_v") else num_kv_heads
+        full_heads = (
+            keys.integer("num_global_key_value_heads", num_kv_heads) if keys.flag("attention_k_eq_v") else num_kv_heads
+        )
         return [(full_dim, full_heads) if kind == FULL else (head_dim, num_kv_heads) for kind in kinds]
     shapes = [(head_dim, num_kv_heads)] * len(kinds)
     for name, values in keys.table("per_layer_config").items():

@@ -1,0 +1,49 @@
+"""Everything that plugs in by name: tables name -> ``"module:Class"``, imported only when used.
+
+A model, an attention backend or a speculative algorithm adds a file and one line here; the choices of the command line
+follow from these tables.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+# architecture in config.json -> model class
+MODELS: Mapping[str, str] = MappingProxyType(
+    {
+        "Gemma4ForCausalLM": "sglang.srt.models.gemma4_causal:Gemma4ForCausalLM",
+        "Gemma4UnifiedForCausalLM": "sglang.srt.models.gemma4_causal:Gemma4ForCausalLM",
+        "Gemma4ForConditionalGeneration": "sglang.srt.models.gemma4_mm:Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForConditionalGeneration": "sglang.srt.models.gemma4_mm:Gemma4ForConditionalGeneration",
+        "Gemma4AssistantForCausalLM": "sglang.srt.models.gemma4_mtp:Gemma4AssistantForCausalLM",
+        "Gemma4UnifiedAssistantForCausalLM": "sglang.srt.models.gemma4_mtp:Gemma4AssistantForCausalLM",
+    }
+)
+
+# --attention-backend -> backend class
+ATTENTION_BACKENDS: Mapping[str, str] = MappingProxyType(
+    {"torch_native": "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend"}
+)
+
+# resolved --speculative-algorithm -> worker class
+SPECULATIVE_ALGORITHMS: Mapping[str, str] = MappingProxyType(
+    {"FROZEN_KV_MTP": "sglang.srt.speculative.frozen_kv_mtp_worker:FrozenKVMTPWorker"}
+)
+
+
+def load_entry(table: Mapping[str, str], name: str) -> Any:
+    """Import and return the class that ``name`` stands for in one of the tables above.
+
+    ``ValueError`` lists the table's names when it has no such entry. An import error of the module passes through: it
+    is a fault of the installation and says so itself.
+    """
+    if name not in table:
+        close = difflib.get_close_matches(name, table, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(table)}"
+        raise ValueError(f"{name!r} is not a known name: {hint}")
+    module, _, attribute = table[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,620 @@
+"""``ServerArgs``: what a server is told, from the command line or as keywords, and what follows from it.
+
+A value from birth: made by ``prepare_server_args`` or by keyword, completed once by ``resolve_server_args``, cut into
+the narrow slices of ``server_args_slices``, and never assigned to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_config_parser import ASSISTANT_ARCHITECTURES, DTYPES
+from sglang.srt.configs.registries import ATTENTION_BACKENDS
+from sglang.srt.server_args_cli import closest, parse_command_line
+from sglang.srt.server_args_fields import ArgSpec, arg, specs_of
+from sglang.srt.server_args_ports import PortArgs
+from sglang.srt.server_args_slices import LoadConfig, MemoryConfig, ScheduleConfig, SpecConfig
+from sglang.srt.server_args_speculative import complete_chain, default_num_steps
+from sglang.srt.server_args_unsupported import UNSUPPORTED_FLAGS
+from sglang.srt.utils.device import make_device
+from sglang.srt.utils.hf_transformers.config import load_architecture, load_model_config
+from sglang.srt.utils.hf_transformers.hub import embedded_assistant, resolve_model_path
+from sglang.srt.utils.log import LOG_LEVELS
+
+__all__ = [
+    "LoadConfig",
+    "MemoryConfig",
+    "PortArgs",
+    "ScheduleConfig",
+    "ServerArgs",
+    "SpecConfig",
+    "prepare_server_args",
+    "resolve_server_args",
+]
+
+logger = logging.getLogger(__name__)
+
+_INT32_MAX = (1 << 31) - 1
+_MODEL, _HTTP, _MEMORY, _RUNTIME, _LOG, _API, _SPEC = (
+    "Model and tokenizer",
+    "HTTP server",
+    "Memory and scheduling",
+    "Runtime",
+    "Logging",
+    "API",
+    "Speculative decoding",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerArgs:
+    """Every setting of one server; names and flags are sglang's.
+
+    Making one checks each value by itself and raises ``ValueError`` naming the flag, its value and what is allowed.
+    None means "to be derived"; ``resolve_server_args`` fills in what can be derived before the engine starts.
+    """
+
+    model_path: str = arg(
+        MISSING,
+        "Directory of a checkpoint, Hugging Face id, or name of an embedded model (tiny-gemma4).",
+        "text",
+        _MODEL,
+        names=("--model",),
+    )
+    tokenizer_path: str | None = arg(
+        None,
+        "Directory or Hugging Face id of the tokenizer.",
+        "text",
+        _MODEL,
+        default_note="the model's",
+    )
+    load_format: str = arg(
+        "auto",
+        "auto and safetensors read safetensors files; dummy fills the weights with random numbers.",
+        "text",
+        _MODEL,
+        choices=("auto", "safetensors", "dummy"),
+    )
+    json_model_override_args: str = arg(
+        "{}",
+        "JSON object of values that replace those of the target's config.json, like '{\"sliding_window\": 256}'.",
+        "text",
+        _MODEL,
+    )
+    dtype: str = arg(
+        "auto",
+        "Type to compute in, for weights and KV. auto is the checkpoint's type on CUDA; a CPU computes in float32 "
+        "unless this says otherwise.",
+        "text",
+        _MODEL,
+        choices=("auto", *DTYPES),
+        synonyms=(("half", "float16"), ("float", "float32")),
+    )
+    context_length: int | None = arg(
+        None,
+        "Longest sequence of prompt and answer, in tokens; at most the model's max_position_embeddings.",
+        "integer",
+        _MODEL,
+        low=2,
+        high=_INT32_MAX,
+        default_note="the model's max_position_embeddings",
+    )
+    revision: str | None = arg(
+        None,
+        "Branch, tag or commit of a model that is given as a Hugging Face id.",
+        "text",
+        _MODEL,
+        default_note="the main branch",
+    )
+    trust_remote_code: bool = arg(
+        False,
+        "Accept checkpoints that bring their own code. A tokenizer's code is run; a model's code never is, the "
+        "built-in class loads its weights.",
+        "flag",
+        _MODEL,
+    )
+    host: str = arg("127.0.0.1", "Address to listen on.", "text", _HTTP)
+    port: int = arg(30000, "Port to listen on.", "integer", _HTTP, low=1, high=65535)
+    skip_server_warmup: bool = arg(
+        False, "Do not send a request to the engine before the server is ready.", "flag", _HTTP
+    )
+    mem_fraction_static: float | None = arg(
+        None,
+        "Part of the memory that is free after the weights are loaded which the KV pool may take.",
+        "number",
+        _MEMORY,
+        above=0.0,
+        high=1.0,
+        default_note="0.25 on CPU, 0.85 on CUDA",
+    )
+    max_total_tokens: int | None = arg(
+        None,
+        "Size of the KV pool in tokens; can only make it smaller than --mem-fraction-static allows.",
+        "integer",
+        _MEMORY,
+        low=1,
+        high=_INT32_MAX,
+        default_note="as many as fit",
+    )
+    max_running_requests: int | None = arg(
+        None,
+        "Most requests that run at once.",
+        "integer",
+        _MEMORY,
+        low=1,
+        high=1 << 16,
+        default_note="derived from the size of the KV pool",
+    )
+    max_queued_requests: int | None = arg(
+        None,
+        "Most requests that wait; one more is answered with status 503.",
+        "integer",
+        _MEMORY,
+        low=1,
+        high=_INT32_MAX,
+        default_note="no limit",
+    )
+    chunked_prefill_size: int | None = arg(
+        None,
+        "Longer prompts are prefilled in chunks of this many tokens; -1 never cuts a prompt.",
+        "integer",
+        _MEMORY,
+        low=1,
+        high=_INT32_MAX,
+        also=-1,
+        default_note="2048 on CPU, 8192 on CUDA",
+    )
+    max_prefill_tokens: int = arg(
+        16384,
+        "Most prompt tokens of one prefill step. A prompt that is longer runs alone.",
+        "integer",
+        _MEMORY,
+        low=1,
+        high=_INT32_MAX,
+    )
+    schedule_policy: str = arg(
+        "fcfs",
+        "Order of waiting requests: first come first served, longest cached prefix, longest output, or random.",
+        "text",
+        _MEMORY,
+        choices=("fcfs", "lpm", "lof", "random"),
+    )
+    schedule_conservativeness: float = arg(
+        1.0,
+        "How much room admission keeps for answers still growing; raise it when requests are retracted often.",
+        "number",
+        _MEMORY,
+        above=0.0,
+        high=100.0,
+    )
+    page_size: int = arg(1, "Tokens per page of the KV pool.", "integer", _MEMORY, low=1, high=1024)
+    disable_radix_cache: bool = arg(False, "Do not reuse the KV of prefixes that requests share.", "flag", _MEMORY)
+    device: str = arg(
+        "auto",
+        "Where to compute; auto takes CUDA when it is usable.",
+        "text",
+        _RUNTIME,
+        choices=("auto", "cpu", "cuda"),
+    )
+    attention_backend: str | None = arg(
+        None,
+        "Implementation of attention.",
+        "text",
+        _RUNTIME,
+        choices=tuple(ATTENTION_BACKENDS),
+        default_note="torch_native",
+    )
+    random_seed: int | None = arg(
+        None,
+        "Seed of sampling for requests that bring none.",
+        "integer",
+        _RUNTIME,
+        low=0,
+        high=_INT32_MAX,
+        default_note="drawn once at start",
+    )
+    stream_interval: int = arg(1, "Tokens between two pieces of a stream.", "integer", _RUNTIME, low=1, high=_INT32_MAX)
+    log_level: str = arg("info", "Least severe records to log.", "text", _LOG, choices=LOG_LEVELS)
+    log_requests: bool = arg(False, "Log every request when it arrives and when it ends.", "flag", _LOG)
+    decode_log_interval: int = arg(
+        40, "Decode steps between two lines of statistics.", "integer", _LOG, low=1, high=_INT32_MAX
+    )
+    api_key: str | None = arg(
+        None,
+        "Key that clients must send as a bearer token.",
+        "text",
+        _API,
+        default_note="no key",
+        secret=True,
+    )
+    served_model_name: str | None = arg(
+        None,
+        "Model name in replies and in /v1/models.",
+        "text",
+        _API,
+        default_note="--model-path as given",
+    )
+    chat_template: str | None = arg(
+        None,
+        "File with a Jinja chat template.",
+        "text",
+        _API,
+        default_note="the tokenizer's",
+    )
+    enable_cache_report: bool = arg(False, "Report cached prompt tokens in the usage of OpenAI replies.", "flag", _API)
+    sampling_defaults: str = arg(
+        "model",
+        "Source of sampling values that requests leave out: the model's generation_config.json, or OpenAI's defaults.",
+        "text",
+        _API,
+        choices=("model", "openai"),
+    )
+    speculative_algorithm: str | None = arg(
+        None,
+        "Draft tokens with an assistant. NEXTN and EAGLE mean FROZEN_KV_MTP when the draft is a Gemma 4 assistant.",
+        "text",
+        _SPEC,
+        choices=("FROZEN_KV_MTP", "NEXTN", "EAGLE", "EAGLE3"),
+        default_note="no speculation",
+    )
+    speculative_draft_model_path: str | None = arg(
+        None,
+        "Directory or Hugging Face id of the assistant.",
+        "text",
+        _SPEC,
+        names=("--speculative-draft-model",),
+        default_note="the embedded model's assistant",
+    )
+    speculative_draft_model_revision: str | None = arg(
+        None,
+        "Branch, tag or commit of an assistant that is given as a Hugging Face id.",
+        "text",
+        _SPEC,
+        default_note="the main branch",
+    )
+    speculative_num_steps: int | None = arg(
+        None,
+        "Tokens drafted per round.",
+        "integer",
+        _SPEC,
+        low=1,
+        high=1024,
+        default_note="by target: E2B 2, E4B 3, 12B 4, 26B-A4B 3, 31B 5, tiny-gemma4 4, others 3",
+    )
+    speculative_eagle_topk: int | None = arg(
+        None,
+        "Branches per drafted token. Only chains are supported, so only 1.",
+        "integer",
+        _SPEC,
+        low=1,
+        high=1024,
+        default_note="1",
+    )
+    speculative_num_draft_tokens: int | None = arg(
+        None,
+        "Tokens verified per round: those drafted and the one before them.",
+        "integer",
+        _SPEC,
+        low=2,
+        high=1025,
+        default_note="--speculative-num-steps + 1",
+    )
+    speculative_accept_threshold_single: float = arg(
+        1.0,
+        "Only 1.0, which is exact; lower values would accept tokens the target does not choose.",
+        "number",
+        _SPEC,
+        low=0.0,
+        high=1.0,
+    )
+    speculative_accept_threshold_acc: float = arg(
+        1.0,
+        "Only 1.0, which is exact; lower values would accept tokens the target does not choose.",
+        "number",
+        _SPEC,
+        low=0.0,
+        high=1.0,
+    )
+
+    def __post_init__(self) -> None:
+        for name, spec in ARG_SPECS.items():
+            value = spec.normalise(getattr(self, name))
+            spec.check(value)
+            # the only write, before anyone else sees the object
+            object.__setattr__(self, name, value)
+        _parse_overrides(self.json_model_override_args)
+        for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+            if getattr(self, name) != 1.0:
+                raise ValueError(
+                    f"{ARG_SPECS[name].flag} {getattr(self, name)} would change the model's answers: verification is "
+                    "exact, use 1.0 or leave it out"
+                )
+
+    @classmethod
+    def from_kwargs(cls, kwargs: Mapping[str, Any]) -> ServerArgs:
+        """Make one from keywords, as ``Engine`` takes them; unsupported flags of sglang are refused alike."""
+        given = dict(kwargs)
+        for name in kwargs:
+            refused = UNSUPPORTED_FLAGS.get("--" + name.replace("_", "-"))
+            if refused is not None:
+                value = given.pop(name)
+                if value is not None and value is not False:
+                    refused.check("" if value is True else str(value))
+            elif name not in ARG_SPECS:
+                raise ValueError(f"unknown argument {name!r}{closest(name, ARG_SPECS)}")
+        if "model_path" not in given:
+            raise ValueError(_MODEL_PATH_MISSING)
+        return cls(**given)
+
+    def derive(self, **changes: Any) -> ServerArgs:
+        """A copy with other values, checked like any other."""
+        return dataclasses.replace(self, **changes)
+
+    def public_dict(self) -> dict[str, Any]:
+        """Field name -> value, without secrets."""
+        return {name: getattr(self, name) for name, spec in ARG_SPECS.items() if not spec.secret}
+
+    @property
+    def model_overrides(self) -> dict[str, Any]:
+        """``json_model_override_args`` as an object."""
+        return _parse_overrides(self.json_model_override_args)
+
+    def load_config(self) -> LoadConfig:
+        """How to load the target. Needs resolved arguments, like every slice."""
+        return LoadConfig(
+            model_path=Path(self.model_path),
+            load_format=self.load_format,
+            dtype=self.dtype,
+            overrides=self.model_overrides,
+            trust_remote_code=self.trust_remote_code,
+            revision=self.revision,
+        )
+
+    def draft_load_config(self) -> LoadConfig:
+        """How to load the assistant: like the target, with its own files and without the overrides."""
+        assert self.speculative_draft_model_path is not None, (
+            "resolve_server_args has not run, or there is no speculation"
+        )
+        return dataclasses.replace(
+            self.load_config(),
+            model_path=Path(self.speculative_draft_model_path),
+            overrides={},
+            revision=self.speculative_draft_model_revision,
+        )
+
+    def memory_config(self) -> MemoryConfig:
+        assert self.mem_fraction_static is not None and self.context_length is not None, (
+            "resolve_server_args has not run"
+        )
+        return MemoryConfig(
+            mem_fraction_static=self.mem_fraction_static,
+            max_total_tokens=self.max_total_tokens,
+            max_running_requests=self.max_running_requests,
+            page_size=self.page_size,
+            context_length=self.context_length,
+            disable_radix_cache=self.disable_radix_cache,
+        )
+
+    def schedule_config(self) -> ScheduleConfig:
+        assert self.chunked_prefill_size is not None, "resolve_server_args has not run"
+        return ScheduleConfig(
+            chunked_prefill_size=None if self.chunked_prefill_size == -1 else self.chunked_prefill_size,
+            max_prefill_tokens=self.max_prefill_tokens,
+            policy=self.schedule_policy,
+            max_running_requests=self.max_running_requests,
+            max_queued_requests=self.max_queued_requests,
+            conservativeness=self.schedule_conservativeness,
+            stream_interval=self.stream_interval,
+            decode_log_interval=self.decode_log_interval,
+        )
+
+    def spec_config(self) -> SpecConfig | None:
+        """The speculation asked for, None when there is none."""
+        if self.speculative_algorithm is None:
+            return None
+        steps, topk, tokens = self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens
+        assert self.speculative_draft_model_path is not None, "resolve_server_args has not run"
+        assert steps is not None and topk is not None and tokens is not None, "resolve_server_args has not run"
+        return SpecConfig(self.speculative_algorithm, Path(self.speculative_draft_model_path), steps, topk, tokens)
+
+
+ARG_SPECS: Mapping[str, ArgSpec] = MappingProxyType(specs_of(ServerArgs))
+
+_MODEL_PATH_MISSING = (
+    "--model-path is missing: give a directory, a Hugging Face id, or tiny-gemma4, which ships with the package"
+)
+
+
+def prepare_server_args(argv: Sequence[str]) -> ServerArgs:
+    """Parse the command line (without the program's name).
+
+    Raises ``ValueError`` in one sentence for an unknown flag, a flag that is known but not supported, or a bad value;
+    ``--help`` prints the help and exits.
+    """
+    given = parse_command_line(argv, ARG_SPECS, {field.name: field.default for field in dataclasses.fields(ServerArgs)})
+    if "model_path" not in given:
+        raise ValueError(_MODEL_PATH_MISSING)
+    return ServerArgs(**given)
+
+
+def _parse_overrides(text: str) -> dict[str, Any]:
+    flag = ARG_SPECS["json_model_override_args"].flag
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as err:
+        raise ValueError(f"{flag} must be a JSON object, got {text!r:.200} ({str(err) or type(err).__name__})") from err
+    if not isinstance(value, dict):
+        raise ValueError(f"{flag} must be a JSON object, got {text!r:.200}")
+    return value
+
+
+def resolve_server_args(args: ServerArgs) -> ServerArgs:
+    """A copy in which everything that can be known before the engine starts is filled in. Idempotent.
+
+    Paths become local directories (a Hugging Face id is downloaded here), the type, device and sizes are settled, and
+    the speculative algorithm is the one that runs. Raises ``ValueError`` naming flags for what does not fit together.
+    """
+    model_path = resolve_model_path(args.model_path, args.revision, role="model", weights=args.load_format != "dummy")
+    try:
+        config = load_model_config(model_path, overrides=args.model_overrides, trust_remote_code=args.trust_remote_code)
+    except ValueError as err:
+        raise ValueError(f"--model-path {args.model_path!r}: {err}") from err
+    if config.is_assistant:
+        raise ValueError(
+            f"--model-path {args.model_path!r} is an assistant ({config.architecture}), which cannot answer by itself: "
+            "give its target there, and the assistant as --speculative-draft-model-path"
+        )
+    device = make_device(args.device).kind
+    resolved = args.derive(
+        model_path=str(model_path),
+        served_model_name=args.served_model_name or args.model_path,
+        tokenizer_path=_resolve_tokenizer_path(args, model_path),
+        chat_template=_resolve_chat_template(args.chat_template),
+        device=device,
+        dtype=_resolve_dtype(args.dtype, device, config),
+        random_seed=secrets.randbelow(1 << 30) if args.random_seed is None else args.random_seed,
+        attention_backend=args.attention_backend or "torch_native",
+        **_resolve_sizes(args, device, config),
+    )
+    return _resolve_speculation(resolved, config)
+
+
+def _resolve_tokenizer_path(args: ServerArgs, model_path: Path) -> str:
+    if args.tokenizer_path is None or args.tokenizer_path == args.model_path:
+        return str(model_path)
+    return str(resolve_model_path(args.tokenizer_path, None, role="tokenizer", weights=False))
+
+
+def _resolve_chat_template(chat_template: str | None) -> str | None:
+    if chat_template is None:
+        return None
+    file = Path(chat_template).expanduser()
+    if not file.is_file():
+        raise ValueError(f"--chat-template {chat_template!r} is not a file: give the path of a Jinja template")
+    return str(file.resolve())
+
+
+def _resolve_dtype(dtype: str, device: str, config: ModelConfig) -> str:
+    if dtype != "auto":
+        return dtype
+    return "float32" if device == "cpu" else config.dtype
+
+
+def _resolve_sizes(args: ServerArgs, device: str, config: ModelConfig) -> dict[str, Any]:
+    on_cpu = device == "cpu"
+    context_length = config.context_length if args.context_length is None else args.context_length
+    if context_length > config.context_length:
+        raise ValueError(
+            f"--context-length {context_length} exceeds the model's max_position_embeddings, {config.context_length}: "
+            "use at most that, or raise max_position_embeddings with --json-model-override-args"
+        )
+    chunk = args.chunked_prefill_size
+    if chunk is None:
+        # the default gives way to the page size; a value that was asked for does not
+        chunk = -(-(2048 if on_cpu else 8192) // args.page_size) * args.page_size
+    elif chunk != -1 and chunk % args.page_size:
+        raise ValueError(f"--chunked-prefill-size {chunk} must be a multiple of --page-size {args.page_size}, or -1")
+    if args.max_total_tokens is not None and args.max_total_tokens < args.page_size:
+        raise ValueError(f"--max-total-tokens {args.max_total_tokens} is below --page-size {args.page_size}: raise it")
+    fraction = (0.25 if on_cpu else 0.85) if args.mem_fraction_static is None else args.mem_fraction_static
+    return {"context_length": context_length, "chunked_prefill_size": chunk, "mem_fraction_static": fraction}
+
+
+_SPEC_SETTINGS = (
+    "speculative_draft_model_path",
+    "speculative_draft_model_revision",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+)
+
+
+def _resolve_speculation(args: ServerArgs, config: ModelConfig) -> ServerArgs:
+    if args.speculative_algorithm is None:
+        for name in _SPEC_SETTINGS:
+            if getattr(args, name) is not None:
+                raise ValueError(
+                    f"{ARG_SPECS[name].flag} {getattr(args, name)!r} is given without --speculative-algorithm: add "
+                    "--speculative-algorithm FROZEN_KV_MTP or leave it out"
+                )
+        return args
+    draft = _resolve_draft_path(args)
+    algorithm = _resolve_speculative_algorithm_alias(args.speculative_algorithm, draft, args.trust_remote_code)
+    try:
+        load_model_config(Path(draft), overrides={}, trust_remote_code=args.trust_remote_code)
+    except ValueError as err:
+        raise ValueError(f"--speculative-draft-model-path {draft!r}: {err}") from err
+    default, reason = default_num_steps(config.text)
+    steps, topk, tokens = complete_chain(
+        args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens, default
+    )
+    if args.speculative_num_steps is None and args.speculative_num_draft_tokens is None:
+        logger.info("--speculative-num-steps is %d, %s", steps, reason)
+    assert args.context_length is not None
+    if tokens >= args.context_length:
+        raise ValueError(
+            f"--speculative-num-steps {steps} does not fit the context of {args.context_length} tokens: lower it"
+        )
+    return args.derive(
+        speculative_algorithm=algorithm,
+        speculative_draft_model_path=draft,
+        speculative_num_steps=steps,
+        speculative_eagle_topk=topk,
+        speculative_num_draft_tokens=tokens,
+    )
+
+
+def _resolve_draft_path(args: ServerArgs) -> str:
+    """Local directory of the draft model."""
+    given = args.speculative_draft_model_path
+    if given is not None:
+        weights = args.load_format != "dummy"
+        return str(resolve_model_path(given, args.speculative_draft_model_revision, role="draft", weights=weights))
+    shipped = embedded_assistant(args.model_path)
+    if shipped is None:
+        raise ValueError(_draft_missing(args.speculative_algorithm))
+    return str(shipped)
+
+
+def _draft_missing(algorithm: str | None) -> str:
+    return (
+        f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path: give the assistant that belongs "
+        "to the target (for google/gemma-4-E2B-it it is google/gemma-4-E2B-it-assistant)"
+    )
+
+
+def _resolve_speculative_algorithm_alias(
+    algorithm: str | None, draft_model_path: str | None, trust_remote_code: bool
+) -> str | None:
+    """The algorithm that runs when ``algorithm`` is asked for with this draft model; None stays None.
+
+    NEXTN and EAGLE with a Gemma 4 assistant are FROZEN_KV_MTP. EAGLE3 with one, and any algorithm with another kind of
+    draft model, is a ``ValueError`` that names both flags.
+    """
+    if algorithm is None:
+        return None
+    if draft_model_path is None:
+        raise ValueError(_draft_missing(algorithm))
+    flags = f"--speculative-algorithm {algorithm} with --speculative-draft-model-path {str(draft_model_path)!r}"
+    path = resolve_model_path(str(draft_model_path), None, role="draft", weights=False)
+    try:
+        architecture = load_architecture(path, trust_remote_code=trust_remote_code)
+    except ValueError as err:
+        raise ValueError(f"{flags}: {err}") from err
+    if architecture not in ASSISTANT_ARCHITECTURES:
+        raise ValueError(
+            f"{flags} is not supported: the draft model is {architecture or 'of no named architecture'}, and only "
+            f"FROZEN_KV_MTP with a Gemma 4 assistant ({' or '.join(ASSISTANT_ARCHITECTURES)}) is available"
+        )
+    if algorithm == "EAGLE3":
+        raise ValueError(f"{flags} is not possible: the draft model is a Gemma 4 assistant, use FROZEN_KV_MTP")
+    return "FROZEN_KV_MTP"

@@ -1,0 +1,57 @@
+"""The narrow, frozen parts of ``ServerArgs`` that the engine below the worker sees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """How to load one checkpoint. ``overrides`` change its ``config.json``; ``dtype`` is the type to compute in."""
+
+    model_path: Path
+    load_format: str
+    dtype: str
+    overrides: Mapping[str, Any]
+    trust_remote_code: bool
+    revision: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryConfig:
+    """What bounds the KV pool. ``max_total_tokens`` and ``max_running_requests`` are None when memory decides."""
+
+    mem_fraction_static: float
+    max_total_tokens: int | None
+    max_running_requests: int | None
+    page_size: int
+    context_length: int
+    disable_radix_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleConfig:
+    """What bounds one step. ``chunked_prefill_size`` (tokens) is None when prompts are never cut into chunks."""
+
+    chunked_prefill_size: int | None
+    max_prefill_tokens: int
+    policy: str
+    max_running_requests: int | None
+    max_queued_requests: int | None
+    conservativeness: float
+    stream_interval: int
+    decode_log_interval: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpecConfig:
+    """A speculative algorithm and its depth. ``num_draft_tokens`` counts the root: ``num_steps + 1`` at topk 1."""
+
+    algorithm: str
+    draft_model_path: Path
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
