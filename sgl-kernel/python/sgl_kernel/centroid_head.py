@@ -1,0 +1,44 @@
+"""Sparse output head: score the clusters, then only the tokens of the best few.
+
+Source: the ordered-embeddings head of Gemma 4's small MTP assistants.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def centroid_candidates(
+    hidden: torch.Tensor, centroids: torch.Tensor, clustered_head: torch.Tensor, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the tokens in each row's ``top_k`` best clusters.
+
+    ``hidden`` [B, D]; ``centroids`` [C, D]; ``clustered_head`` [C, V/C, D], the head's rows grouped by cluster.
+    Returns logits [B, top_k * V/C] and the cluster of each group [B, top_k] int64.
+    """
+    clusters = F.linear(hidden, centroids).topk(top_k, dim=-1).indices
+    batch, per_cluster = hidden.shape[0], clustered_head.shape[1]
+    if batch * top_k >= clustered_head.shape[0]:
+        # gathering would read at least as many rows as the whole head has
+        scores = F.linear(hidden, clustered_head.view(-1, clustered_head.shape[2])).view(batch, -1, per_cluster)
+        picked = scores.gather(1, clusters[:, :, None].expand(-1, -1, per_cluster))
+        return picked.reshape(batch, -1), clusters
+    rows = clustered_head.index_select(0, clusters.view(-1)).view(batch, top_k * per_cluster, -1)
+    return torch.bmm(rows, hidden.unsqueeze(2)).squeeze(2), clusters
+
+
+def centroid_argmax(
+    hidden: torch.Tensor,
+    centroids: torch.Tensor,
+    clustered_head: torch.Tensor,
+    token_ordering: torch.Tensor,
+    top_k: int,
+) -> torch.Tensor:
+    """Best token id of each row, [B] int64. ``token_ordering`` [C, V/C] int64 names the tokens of each cluster."""
+    logits, clusters = centroid_candidates(hidden, centroids, clustered_head, top_k)
+    best = logits.argmax(dim=-1)
+    per_cluster = clustered_head.shape[1]
+    group = torch.div(best, per_cluster, rounding_mode="floor")
+    cluster = clusters.gather(1, group[:, None]).squeeze(1)
+    return token_ordering.view(-1)[cluster * per_cluster + best - group * per_cluster]
