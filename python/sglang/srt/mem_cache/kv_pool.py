@@ -154,7 +154,7 @@ def digest_layers(layers: Iterator[LayerKV]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for kv in layers:
         for buffer in (kv.key, kv.value):
-            digest.update(buffer.view(torch.uint8).cpu().numpy())
+            digest.update(buffer.view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()
 
 

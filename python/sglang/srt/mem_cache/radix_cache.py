@@ -33,6 +33,11 @@ class RadixNode(PrefixHandle):
         self.children: dict[bytes, RadixNode] = {}
         self.queued = False  # has an entry in the eviction queue
 
+    @property
+    def is_evictable(self) -> bool:
+        """An unlocked leaf, and not the root."""
+        return self.lock_count == 0 and not self.children and self.parent is not None
+
 
 class RadixCache:
     """Prefix cache with least-recently-used eviction.
@@ -146,7 +151,7 @@ class RadixCache:
                 raise RuntimeError(
                     f"radix cache node {node.serial} has {len(node.pages)} pages for {len(node.token_ids)} tokens"
                 )
-            if not node.children and node.lock_count == 0 and not node.queued:
+            if node.is_evictable and not node.queued:
                 raise RuntimeError(f"radix cache node {node.serial} is an unlocked leaf that eviction cannot find")
         if (tokens[True], tokens[False]) != (self._protected_tokens, self._evictable_tokens):
             raise RuntimeError(
@@ -221,16 +226,15 @@ class RadixCache:
 
     def _queue(self, node: RadixNode) -> None:
         """Offer a node for eviction if it is an unlocked leaf."""
-        if node is self._root or node.queued or node.lock_count or node.children:
-            return
-        node.queued = True
-        heapq.heappush(self._eviction_queue, (node.last_access, node.serial, node))
+        if node.is_evictable and not node.queued:
+            node.queued = True
+            heapq.heappush(self._eviction_queue, (node.last_access, node.serial, node))
 
     def _pop_least_recent_leaf(self) -> RadixNode | None:
         while self._eviction_queue:
             queued_at, _, node = heapq.heappop(self._eviction_queue)
             node.queued = False
-            if queued_at == node.last_access and node.lock_count == 0 and not node.children:
+            if queued_at == node.last_access and node.is_evictable:
                 return node
             self._queue(node)  # used since it was queued: later in line, or out of it
         return None
