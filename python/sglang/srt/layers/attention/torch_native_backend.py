@@ -1,0 +1,170 @@
+"""Attention in plain torch: the CPU backend, and the oracle of every other one.
+
+Shapes: B requests in a group, N query rows each, T = B * N, L keys, H query heads, KH key heads, G = H / KH, D width.
+Requests with the same number of query rows form one group, which gathers its keys once per physical layer and runs one
+padded product; layers that read the same KV (shared or borrowed layers, all steps of a draft) reuse that gather.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.mem_cache.kv_pool import LayerKV
+from sglang.srt.model_executor.forward_batch_info import AttnGeometry
+
+# Long prefills are cut so that mask and scores stay small: query rows x keys of one product.
+_MAX_SCORES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The keys one group sees on layers of one window. ``slots`` [B * L] int32; ``mask`` [B, 1, N * G, L] or None."""
+
+    slots: torch.Tensor
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Requests with equal query counts. ``rows`` [T] picks their query rows (None: all rows, in order)."""
+
+    rows: torch.Tensor | None
+    req_rows: torch.Tensor
+    positions: torch.Tensor
+    num_requests: int
+    q_len: int
+    kv_lens: tuple[int, ...]
+    first_positions: tuple[int, ...]
+
+
+class TorchNativeAttnBackend:
+    def __init__(self, req_to_token: torch.Tensor) -> None:
+        self._req_to_token = req_to_token
+
+    def init_forward_metadata(self, geometry: AttnGeometry) -> TorchNativePlan:
+        return TorchNativePlan(_groups(geometry), self._req_to_token)
+
+
+def _groups(g: AttnGeometry) -> list[_Group]:
+    lens = sorted(set(g.q_lens_cpu))
+    if len(lens) == 1:
+        return [_Group(None, g.req_pool_indices, g.positions, len(g.kv_lens_cpu), lens[0], g.kv_lens_cpu, g.first_positions_cpu)]
+    starts = torch.tensor([0, *g.q_lens_cpu]).cumsum(0).tolist()
+    groups = []
+    for q_len in lens:
+        members = [b for b, n in enumerate(g.q_lens_cpu) if n == q_len]
+        rows = torch.cat([torch.arange(starts[b], starts[b] + q_len) for b in members]).to(g.positions.device)
+        picked = torch.tensor(members, device=g.positions.device)
+        groups.append(
+            _Group(
+                rows,
+                g.req_pool_indices[picked],
+                g.positions[rows],
+                len(members),
+                q_len,
+                tuple(g.kv_lens_cpu[b] for b in members),
+                tuple(g.first_positions_cpu[b] for b in members),
+            )
+        )
+    return groups
+
+
+class TorchNativePlan:
+    def __init__(self, groups: list[_Group], req_to_token: torch.Tensor) -> None:
+        self._groups = groups
+        self._req_to_token = req_to_token
+        self._spans: dict[tuple[int, int | None, int], _Span] = {}
+        self._gathered: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attend(self, q: torch.Tensor, kv: LayerKV) -> torch.Tensor:
+        """``q`` [T, H, D] -> [T, H, D]; softmax in float32, scale 1."""
+        if len(self._groups) == 1:
+            return self._attend_group(0, q, kv)
+        out = torch.empty_like(q)
+        for index, group in enumerate(self._groups):
+            assert group.rows is not None
+            out[group.rows] = self._attend_group(index, q[group.rows], kv)
+        return out
+
+    def _attend_group(self, index: int, q: torch.Tensor, kv: LayerKV) -> torch.Tensor:
+        group = self._groups[index]
+        batch, q_len = group.num_requests, group.q_len
+        heads, width = q.shape[1], q.shape[2]
+        kv_heads = kv.key.shape[1]
+        ratio = heads // kv_heads
+        span = self._span(index, kv.window, ratio)
+        key, value = self._gather(index, kv, span)
+        # all query heads of a KV head and all rows of a request share one product: [B, KH, N * G, D]
+        folded = q.view(batch, q_len, kv_heads, ratio, width).permute(0, 2, 1, 3, 4)
+        folded = folded.reshape(batch, kv_heads, q_len * ratio, width)
+        out = _attention(folded, key, value, span.mask)
+        out = out.view(batch, kv_heads, q_len, ratio, width).permute(0, 2, 1, 3, 4)
+        return out.reshape(q.shape)
+
+    def _gather(self, index: int, kv: LayerKV, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the span, [B, KH, L, D] each."""
+        found = self._gathered.get((index, kv.layer_id))
+        if found is None:
+            shape = (self._groups[index].num_requests, -1, *kv.key.shape[1:])
+            found = (
+                kv.key.index_select(0, span.slots).view(shape).transpose(1, 2),
+                kv.value.index_select(0, span.slots).view(shape).transpose(1, 2),
+            )
+            self._gathered[index, kv.layer_id] = found
+        return found
+
+    def _span(self, index: int, window: int | None, ratio: int) -> _Span:
+        span = self._spans.get((index, window, ratio))
+        if span is None:
+            span = _make_span(self._groups[index], self._req_to_token, window, ratio)
+            self._spans[index, window, ratio] = span
+        return span
+
+
+def _make_span(group: _Group, req_to_token: torch.Tensor, window: int | None, ratio: int) -> _Span:
+    """Each request's keys are ``starts[b] .. starts[b] + L``, L the longest span of the group."""
+    firsts = group.first_positions if window is not None else (0,) * group.num_requests
+    starts = [max(0, first - window + 1) if window is not None else 0 for first in firsts]
+    lens = [kv_len - start for kv_len, start in zip(group.kv_lens, starts)]
+    longest = max(lens)
+    device = req_to_token.device
+    if group.num_requests == 1:
+        slots = req_to_token[group.req_rows[0], starts[0] : starts[0] + longest]
+        key_pos = torch.arange(starts[0], starts[0] + longest, device=device)[None, :]
+        kv_lens = None
+    else:
+        offsets = torch.arange(longest, device=device)
+        key_pos = torch.tensor(starts, device=device)[:, None] + offsets
+        kv_lens = torch.tensor(group.kv_lens, device=device)
+        # rows past a request's end read its last slot and are masked out
+        slots = req_to_token[group.req_rows[:, None], torch.minimum(key_pos, kv_lens[:, None] - 1)].reshape(-1)
+    uniform = min(lens) == longest
+    if group.q_len == 1 and uniform and all(k <= f + 1 for k, f in zip(group.kv_lens, group.first_positions)):
+        return _Span(slots, None)  # one query after (or at) the last key, window cut exactly: everything is visible
+    q_pos = group.positions.view(group.num_requests, group.q_len, 1)
+    keys = key_pos[:, None, :]
+    visible = keys <= q_pos
+    if window is not None:
+        visible &= keys > q_pos - window
+    if kv_lens is not None:
+        visible &= keys < kv_lens[:, None, None]
+    mask = torch.zeros(visible.shape, device=device).masked_fill_(~visible, float("-inf"))
+    return _Span(slots, mask.repeat_interleave(ratio, dim=1)[:, None])
+
+
+def _attention(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """``q`` [B, KH, M, D], ``key``/``value`` [B, KH, L, D], ``mask`` [B, 1, M, L] -> [B, KH, M, D]."""
+    if mask is not None:
+        mask = mask.to(q.dtype)
+    rows = max(1, _MAX_SCORES // (key.shape[0] * key.shape[2]))
+    if q.shape[2] <= rows:
+        return F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=1.0)
+    parts = []
+    for start in range(0, q.shape[2], rows):
+        part_mask = None if mask is None else mask[:, :, start : start + rows]
+        part = q[:, :, start : start + rows]
+        parts.append(F.scaled_dot_product_attention(part, key, value, attn_mask=part_mask, scale=1.0))
+    return torch.cat(parts, dim=2)

@@ -1,0 +1,32 @@
+"""From final hidden states to logits: pick rows, apply the head, soft-cap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsProcessorOutput:
+    """``next_token_logits`` [R, V]; ``hidden_states`` after the final norm: [R, H] (LAST), [T, H] (FULL) or None."""
+
+    next_token_logits: torch.Tensor
+    hidden_states: torch.Tensor | None
+
+
+class LogitsProcessor:
+    def __init__(self, softcap: float | None) -> None:
+        self.softcap = softcap
+
+    def __call__(self, hidden: torch.Tensor, head: torch.Tensor, fb: ForwardBatch) -> LogitsProcessorOutput:
+        """``hidden`` [T, H] after the final norm, ``head`` [V, H]. Logits are in the model's dtype."""
+        rows = hidden if fb.logits_rows is None else hidden[fb.logits_rows]
+        logits = F.linear(rows, head)
+        if self.softcap is not None:
+            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        kept = {CaptureHiddenMode.NULL: None, CaptureHiddenMode.LAST: rows, CaptureHiddenMode.FULL: hidden}
+        return LogitsProcessorOutput(logits, kept[fb.capture_hidden_mode])

@@ -1,0 +1,324 @@
+"""Gemma 4 text decoder: dense, K = V, per-layer embeddings with KV sharing, mixture of experts.
+
+Shapes: T rows, D hidden width, H / K query / KV heads, d head width (by layer kind), P per-layer-embedding width,
+n layers. Layer objects are plain Python with tensors as attributes: there is no autograd and nothing to hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from sgl_kernel.activation import gelu_tanh_and_mul
+from sgl_kernel.norm import rmsnorm
+from sgl_kernel.rope import apply_rope
+import torch.nn.functional as F
+
+from sglang.srt.configs.model_config import FULL, SLIDING, LayerKVSpec, ModelConfig, TextConfig
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import Linear
+from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.layers.moe import MoE
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary import RotaryEmbedding
+from sglang.srt.layers.vocab_embedding import ScaledEmbedding
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.models.interfaces import WeightPlan
+
+RopeTables = dict[str, tuple[torch.Tensor, torch.Tensor]]
+WeightSlots = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What every layer needs to be made."""
+
+    text: TextConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=self.dtype, device=self.device)
+
+    def norm(self, width: int) -> RMSNorm:
+        return RMSNorm(width, self.text.rms_norm_eps, self.dtype, self.device)
+
+    def linear(self, in_features: int, *widths: int) -> Linear:
+        return Linear(in_features, widths, self.dtype, self.device)
+
+
+class Gemma4Attention:
+    """Attention of one layer. A layer that does not own KV has a query projection only.
+
+    Where K = V, the value is the raw key projection, normed without weight and not rotated.
+    """
+
+    def __init__(self, build: Build, spec: LayerKVSpec) -> None:
+        text = build.text
+        self.num_heads, self.head_dim, self.kind = text.num_heads, spec.head_dim, spec.kind
+        self.owns_kv = spec.owns_kv
+        self.num_kv_heads = spec.num_kv_heads if self.owns_kv else 0
+        self.k_is_v = text.attention_k_eq_v and spec.kind == FULL
+        self.eps = text.rms_norm_eps
+        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        widths = [q_width] if not self.owns_kv else [q_width, kv_width] if self.k_is_v else [q_width, kv_width, kv_width]
+        self.qkv_proj = build.linear(text.hidden_size, *widths)
+        self.o_proj = build.linear(q_width, text.hidden_size)
+        self.q_norm = build.empty(self.head_dim)
+        self.k_norm = build.empty(self.head_dim) if self.owns_kv else None
+        self.head_weights = build.empty(self.num_heads + self.num_kv_heads, self.head_dim)
+        self.attn = RadixAttention(spec.owner)
+
+    def __call__(self, x: torch.Tensor, rope: RopeTables, fb: ForwardBatch) -> torch.Tensor:
+        """``x`` [T, D] -> [T, D]."""
+        rows, h, k = x.shape[0], self.num_heads, self.num_kv_heads
+        cos, sin = rope[self.kind]
+        # q, k and v heads are normed together; v has no weight
+        heads = rmsnorm(self.qkv_proj(x).view(rows, -1, self.head_dim), None, self.eps)
+        rotated = apply_rope(heads[:, : h + k] * self.head_weights, cos, sin)
+        if self.owns_kv:
+            out = self.attn.store_and_attend(rotated[:, :h], rotated[:, h:], heads[:, -k:], fb)
+        else:
+            out = self.attn.attend(rotated, fb)
+        return self.o_proj(out.view(rows, -1))
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        slots = {
+            prefix + "q_proj.weight": self.qkv_proj.part(0),
+            prefix + "o_proj.weight": self.o_proj.weight,
+            prefix + "q_norm.weight": self.q_norm,
+        }
+        if self.k_norm is not None:
+            slots[prefix + "k_proj.weight"] = self.qkv_proj.part(1)
+            slots[prefix + "k_norm.weight"] = self.k_norm
+            if not self.k_is_v:
+                slots[prefix + "v_proj.weight"] = self.qkv_proj.part(2)
+        return slots
+
+    def finish_loading(self) -> None:
+        self.head_weights[: self.num_heads] = self.q_norm
+        if self.k_norm is not None:
+            self.head_weights[self.num_heads :] = self.k_norm
+
+
+class Gemma4MLP:
+    def __init__(self, build: Build, width: int) -> None:
+        self.gate_up_proj = build.linear(build.text.hidden_size, width, width)
+        self.down_proj = build.linear(width, build.text.hidden_size)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(gelu_tanh_and_mul(self.gate_up_proj(x)))
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        return {
+            prefix + "gate_proj.weight": self.gate_up_proj.part(0),
+            prefix + "up_proj.weight": self.gate_up_proj.part(1),
+            prefix + "down_proj.weight": self.down_proj.weight,
+        }
+
+
+class Gemma4SparseBlock:
+    """The experts that run beside the dense MLP, with their three norms."""
+
+    def __init__(self, build: Build) -> None:
+        text = build.text
+        assert text.moe is not None
+        self.moe = MoE(text.hidden_size, text.moe, text.rms_norm_eps, build.dtype, build.device)
+        self.post_norm_1 = build.norm(text.hidden_size)
+        self.post_norm_2 = build.norm(text.hidden_size)
+        self.pre_norm_2 = build.norm(text.hidden_size)
+
+    def __call__(self, dense: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """``dense``: output of the dense MLP; ``residual``: the stream both branches started from."""
+        sparse = self.moe(residual, self.pre_norm_2(residual))
+        return self.post_norm_1(dense) + self.post_norm_2(sparse)
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        return {
+            prefix + "router.proj.weight": self.moe.router_proj,
+            prefix + "router.scale": self.moe.router_scale,
+            prefix + "router.per_expert_scale": self.moe.per_expert_scale,
+            prefix + "experts.gate_up_proj": self.moe.gate_up,
+            prefix + "experts.down_proj": self.moe.down,
+            prefix + "post_feedforward_layernorm_1.weight": self.post_norm_1.weight,
+            prefix + "post_feedforward_layernorm_2.weight": self.post_norm_2.weight,
+            prefix + "pre_feedforward_layernorm_2.weight": self.pre_norm_2.weight,
+        }
+
+
+class Gemma4PerLayerInput:
+    """Adds one layer's share of the per-layer embedding to the residual stream."""
+
+    def __init__(self, build: Build) -> None:
+        width, hidden = build.text.per_layer_input_size, build.text.hidden_size
+        self.gate = build.linear(hidden, width)
+        self.projection = build.linear(width, hidden)
+        self.post_norm = build.norm(hidden)
+
+    def __call__(self, x: torch.Tensor, ple: torch.Tensor) -> torch.Tensor:
+        """``x`` [T, D], ``ple`` [T, P] -> [T, D]."""
+        gated = F.gelu(self.gate(x), approximate="tanh") * ple
+        return x + self.post_norm(self.projection(gated))
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        return {
+            prefix + "per_layer_input_gate.weight": self.gate.weight,
+            prefix + "per_layer_projection.weight": self.projection.weight,
+            prefix + "post_per_layer_input_norm.weight": self.post_norm.weight,
+        }
+
+
+class Gemma4DecoderLayer:
+    def __init__(self, build: Build, layer_id: int) -> None:
+        text = build.text
+        self.self_attn = Gemma4Attention(build, text.kv_layout.layers[layer_id])
+        self.mlp = Gemma4MLP(build, text.mlp_width(layer_id))
+        self.sparse = Gemma4SparseBlock(build) if text.moe is not None else None
+        self.per_layer_input = Gemma4PerLayerInput(build) if text.per_layer_input_size else None
+        self.input_norm = build.norm(text.hidden_size)
+        self.post_attention_norm = build.norm(text.hidden_size)
+        self.pre_feedforward_norm = build.norm(text.hidden_size)
+        self.post_feedforward_norm = build.norm(text.hidden_size)
+        self.layer_scalar = build.empty(1)
+
+    def __call__(self, x: torch.Tensor, ple: torch.Tensor | None, rope: RopeTables, fb: ForwardBatch) -> torch.Tensor:
+        """``x`` [T, D], ``ple`` [T, P] or None -> [T, D]."""
+        x = x + self.post_attention_norm(self.self_attn(self.input_norm(x), rope, fb))
+        out = self.mlp(self.pre_feedforward_norm(x))
+        if self.sparse is not None:
+            out = self.sparse(out, x)
+        x = x + self.post_feedforward_norm(out)
+        if self.per_layer_input is not None:
+            assert ple is not None
+            x = self.per_layer_input(x, ple)
+        return x * self.layer_scalar
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        slots = self.self_attn.weight_slots(prefix + "self_attn.") | self.mlp.weight_slots(prefix + "mlp.")
+        for block in (self.sparse, self.per_layer_input):
+            if block is not None:
+                slots |= block.weight_slots(prefix)
+        return slots | {
+            prefix + "input_layernorm.weight": self.input_norm.weight,
+            prefix + "post_attention_layernorm.weight": self.post_attention_norm.weight,
+            prefix + "pre_feedforward_layernorm.weight": self.pre_feedforward_norm.weight,
+            prefix + "post_feedforward_layernorm.weight": self.post_feedforward_norm.weight,
+            prefix + "layer_scalar": self.layer_scalar,
+        }
+
+
+class DecoderStack:
+    """Layers, final norm and rope: what target and assistant have in common."""
+
+    def __init__(self, build: Build) -> None:
+        text = build.text
+        self.dtype = build.dtype
+        self.layers = [Gemma4DecoderLayer(build, i) for i in range(text.num_layers)]
+        self.norm = build.norm(text.hidden_size)
+        widths = {spec.kind: spec.head_dim for spec in text.kv_layout.layers}
+        self.rotary = {
+            kind: RotaryEmbedding(widths[kind], text.rope(kind), build.device) for kind in (SLIDING, FULL) if kind in widths
+        }
+
+    def rope_tables(self, positions: torch.Tensor) -> RopeTables:
+        return {kind: rotary.tables(positions, self.dtype) for kind, rotary in self.rotary.items()}
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        slots = {prefix + "norm.weight": self.norm.weight}
+        for i, layer in enumerate(self.layers):
+            slots |= layer.weight_slots(f"{prefix}layers.{i}.")
+        return slots
+
+    def finish_loading(self) -> None:
+        for layer in self.layers:
+            layer.self_attn.finish_loading()
+
+
+class PerLayerEmbedding:
+    """The token- and context-dependent input of every layer, computed once per forward."""
+
+    def __init__(self, build: Build) -> None:
+        text = build.text
+        self.num_layers, self.width = text.num_layers, text.per_layer_input_size
+        total = self.num_layers * self.width
+        self.embed = ScaledEmbedding(text.per_layer_vocab_size, total, self.width**0.5, build.dtype, build.device)
+        self.projection = build.linear(text.hidden_size, total)
+        self.projection_gain = text.hidden_size**-0.5
+        self.norm = build.norm(self.width)
+
+    def __call__(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """``ids`` [T], ``x`` [T, D] (the scaled embedding) -> [n, T, P]."""
+        shape = (ids.shape[0], self.num_layers, self.width)
+        context = self.norm((self.projection(x) * self.projection_gain).view(shape))
+        return ((context + self.embed(ids).view(shape)) * 2**-0.5).transpose(0, 1)
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        return {
+            prefix + "embed_tokens_per_layer.weight": self.embed.weight,
+            prefix + "per_layer_model_projection.weight": self.projection.weight,
+            prefix + "per_layer_projection_norm.weight": self.norm.weight,
+        }
+
+
+class Gemma4ForCausalLM:
+    """A flat text checkpoint. ``weight_prefix`` is where the decoder's tensors live in the file."""
+
+    weight_prefix = "model."
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        text = config.text
+        build = Build(text, dtype, device)
+        self.text = text
+        self.kv_layout = text.kv_layout
+        self.embed_tokens = ScaledEmbedding(text.vocab_size, text.hidden_size, text.hidden_size**0.5, dtype, device)
+        self.stack = DecoderStack(build)
+        self.per_layer = PerLayerEmbedding(build) if text.per_layer_input_size else None
+        self.lm_head: torch.Tensor = self.embed_tokens.weight
+        self.logits_processor = LogitsProcessor(text.final_logit_softcapping)
+
+    def forward(self, fb: ForwardBatch) -> LogitsProcessorOutput:
+        """One pass over the rows of ``fb``; see ``ForwardBatch`` for shapes."""
+        x = self.embed_tokens(fb.input_ids)
+        ple = None if self.per_layer is None else self.per_layer(fb.input_ids, x)
+        rope = self.stack.rope_tables(fb.positions)
+        for i, layer in enumerate(self.stack.layers):
+            if i == self.text.first_kv_shared_layer and fb.tail is not None:
+                x, ple, rope, fb = self._keep_tail(x, ple, fb)
+            x = layer(x, None if ple is None else ple[i], rope, fb)
+        return self.logits_processor(self.stack.norm(x), self.lm_head, fb)
+
+    def _keep_tail(
+        self, x: torch.Tensor, ple: torch.Tensor | None, fb: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor | None, RopeTables, ForwardBatch]:
+        """Drop the rows nobody reads any more: from here on no layer writes KV."""
+        assert fb.tail is not None
+        rows, tail = fb.tail.rows, fb.tail.batch
+        return x[rows], None if ple is None else ple[:, rows], self.stack.rope_tables(tail.positions), tail
+
+    def get_embed_and_head(self) -> tuple[ScaledEmbedding, torch.Tensor]:
+        """The scaled embedding, and the head [V, D]."""
+        return self.embed_tokens, self.lm_head
+
+    def weight_plan(self, available: Collection[str]) -> WeightPlan:
+        prefix = self.weight_prefix
+        slots = self.stack.weight_slots(prefix) | {prefix + "embed_tokens.weight": self.embed_tokens.weight}
+        if self.per_layer is not None:
+            slots |= self.per_layer.weight_slots(prefix)
+        if "lm_head.weight" in available or not self.text.tie_word_embeddings:
+            self.lm_head = torch.empty_like(self.embed_tokens.weight)
+            slots["lm_head.weight"] = self.lm_head
+        return WeightPlan(slots, frozenset(name for name in available if self._is_ignored(name)))
+
+    def _is_ignored(self, name: str) -> bool:
+        """Some checkpoints keep the key and value tensors of layers that share another layer's KV."""
+        return any(
+            name.startswith(f"{self.weight_prefix}layers.{spec.layer_id}.self_attn.{part}_")
+            for spec in self.kv_layout.layers
+            if not spec.owns_kv
+            for part in ("k", "v")
+        )
+
+    def finish_loading(self) -> None:
+        self.stack.finish_loading()

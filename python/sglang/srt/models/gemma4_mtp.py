@@ -1,0 +1,170 @@
+"""Gemma 4's multi-token-prediction assistant: query-only layers over the target's frozen KV.
+
+Shapes: B rows (one per request), Dt width of the target, D width of the assistant, V vocabulary, C clusters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from sgl_kernel.centroid_head import centroid_argmax
+from sglang.srt.configs.model_config import KVLayout, ModelConfig
+from sglang.srt.layers.vocab_embedding import ScaledEmbedding
+from sglang.srt.mem_cache.kv_pool import KVReader
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.models.gemma4_causal import Build, DecoderStack, WeightSlots
+from sglang.srt.models.interfaces import WeightPlan
+from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPContext
+
+
+def build_frozen_kv_mtp_context(
+    target: ModelConfig, assistant: ModelConfig, pool: KVReader
+) -> FrozenKVMTPContext:
+    """Check the pair and map each assistant layer to the target layer it reads.
+
+    ``ValueError`` lists every mismatch at once.
+    """
+    check_pair(target, assistant)
+    return FrozenKVMTPContext(pool, _target_layers(target.text.kv_layout, assistant.text.kv_layout))
+
+
+def check_pair(target: ModelConfig, assistant: ModelConfig) -> None:
+    """``ValueError`` listing every dimension in which the assistant does not belong to the target."""
+    assert assistant.assistant is not None, "not an assistant"
+    wrong: list[str] = []
+
+    def compare(what: str, of_target: object, of_assistant: object) -> None:
+        if of_target != of_assistant:
+            wrong.append(f"{what}: target {of_target}, assistant {of_assistant}")
+
+    compare("hidden width (backbone_hidden_size)", target.text.hidden_size, assistant.assistant.backbone_hidden_size)
+    compare("vocab_size", target.text.vocab_size, assistant.text.vocab_size)
+    for kind in sorted({spec.kind for spec in assistant.text.kv_layout.layers}):
+        readers = {(s.head_dim, s.num_kv_heads, s.window) for s in assistant.text.kv_layout.layers if s.kind == kind}
+        source = next((s for s in reversed(target.text.kv_layout.owners) if s.kind == kind), None)
+        if source is None:
+            wrong.append(f"{kind}: the target has no such layer that owns KV")
+            continue
+        for head_dim, kv_heads, window in sorted(readers, key=str):
+            compare(f"{kind} head_dim", source.head_dim, head_dim)
+            compare(f"{kind} KV heads", source.num_kv_heads, kv_heads)
+            compare(f"{kind} window", source.window, window)
+    if wrong:
+        raise ValueError(
+            "--speculative-draft-model-path is not the assistant of this target: " + "; ".join(wrong)
+            + "; use the assistant published for the target's size"
+        )
+
+
+def _target_layers(target: KVLayout, assistant: KVLayout) -> tuple[int, ...]:
+    return tuple(target.last_owner(spec.kind).layer_id for spec in assistant.layers)
+
+
+class PlainHead:
+    """The assistant's own embedding table, over the whole vocabulary."""
+
+    def __init__(self, build: Build) -> None:
+        self.weight = build.empty(build.text.vocab_size, build.text.hidden_size)
+
+    def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` [B, D] -> [B] int64."""
+        return torch.nn.functional.linear(hidden, self.weight).argmax(dim=-1)
+
+    def weight_slots(self) -> WeightSlots:
+        return {"model.embed_tokens.weight": self.weight}
+
+    def finish_loading(self) -> None:
+        """Nothing is derived."""
+
+
+class CentroidHead:
+    """Scores C cluster centroids, then only the tokens of the best clusters."""
+
+    def __init__(self, build: Build, num_centroids: int, top_k: int) -> None:
+        vocab, width = build.text.vocab_size, build.text.hidden_size
+        self.top_k = top_k
+        self.centroids = build.empty(num_centroids, width)
+        self.token_ordering = torch.empty(vocab, dtype=torch.int64, device=build.device)
+        self.weight = build.empty(vocab, width)
+        self.clustered = self.weight.view(num_centroids, vocab // num_centroids, width)
+
+    def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` [B, D] -> [B] int64."""
+        return centroid_argmax(hidden, self.centroids, self.clustered, self.token_ordering, self.top_k)
+
+    def weight_slots(self) -> WeightSlots:
+        return {
+            "model.embed_tokens.weight": self.weight,
+            "masked_embedding.centroids.weight": self.centroids,
+            "masked_embedding.token_ordering": self.token_ordering,
+        }
+
+    def finish_loading(self) -> None:
+        """Rows on disk are in natural order; grouped by cluster, the rows of a cluster are one contiguous block."""
+        if self.weight.is_meta:
+            return
+        self.weight.copy_(self.weight[self.token_ordering])
+
+
+class Gemma4AssistantForCausalLM:
+    """Drafts one token per forward, from the newest token and a hidden state. Owns no KV and writes none."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        assistant = config.assistant
+        assert assistant is not None, f"{config.architecture} is not an assistant"
+        build = Build(config.text, dtype, device)
+        hidden, backbone = config.text.hidden_size, assistant.backbone_hidden_size
+        self.stack = DecoderStack(build)
+        self.pre_projection = build.linear(2 * backbone, hidden)
+        self.post_projection = build.linear(hidden, backbone)
+        self.head: PlainHead | CentroidHead = PlainHead(build)
+        if assistant.num_centroids:
+            self.head = CentroidHead(build, assistant.num_centroids, assistant.centroid_top_k)
+        self._context: FrozenKVMTPContext | None = None
+        self._embed: ScaledEmbedding | None = None
+
+    def bind_frozen_kv_context(self, context: FrozenKVMTPContext, embed: ScaledEmbedding) -> None:
+        """Borrow the target's KV and its (scaled) embedding. Once: a second, different context is an error."""
+        if self._context is not None and self._context != context:
+            raise RuntimeError("the assistant is bound to a target already")
+        self._context, self._embed = context, embed
+        for layer, target_layer_id in zip(self.stack.layers, context.target_layer_ids, strict=True):
+            layer.self_attn.attn.kv_layer_id = target_layer_id
+
+    def get_embed_and_head(self) -> tuple[ScaledEmbedding, torch.Tensor]:
+        """The borrowed embedding, and the assistant's own head [V, D] (grouped by cluster for a centroid head)."""
+        if self._embed is None:
+            raise RuntimeError("bind_frozen_kv_context must come before get_embed_and_head")
+        return self._embed, self.head.weight
+
+    def forward(self, fb: ForwardBatch, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One draft step.
+
+        ``fb.input_ids`` [B]: newest token of each row; ``hidden_states`` [B, Dt]: target state that predicted it, or the
+        second result of the step before. Returns the normed state [B, D] for ``draft_argmax`` and the next hidden
+        state [B, Dt].
+        """
+        if self._embed is None:
+            raise RuntimeError("bind_frozen_kv_context must come before forward")
+        x = self.pre_projection(torch.cat((self._embed(fb.input_ids), hidden_states), dim=-1))
+        rope = self.stack.rope_tables(fb.positions)
+        for layer in self.stack.layers:
+            x = layer(x, None, rope, fb)
+        x = self.stack.norm(x)
+        return x, self.post_projection(x)
+
+    def draft_argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` [B, D] from ``forward`` -> drafted token ids [B] int64."""
+        return self.head.argmax(hidden)
+
+    def weight_plan(self, available: Collection[str]) -> WeightPlan:
+        slots = self.stack.weight_slots("model.") | self.head.weight_slots()
+        slots["pre_projection.weight"] = self.pre_projection.weight
+        slots["post_projection.weight"] = self.post_projection.weight
+        return WeightPlan(slots, frozenset())
+
+    def finish_loading(self) -> None:
+        self.stack.finish_loading()
+        self.head.finish_loading()
