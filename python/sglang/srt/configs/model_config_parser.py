@@ -37,8 +37,8 @@ TEXT_CONFIG_KEYS = frozenset(
     "attention_bias attention_k_eq_v enable_moe_block final_logit_softcapping global_head_dim head_dim "
     "hidden_activation hidden_size hidden_size_per_layer_input intermediate_size layer_types max_position_embeddings "
     "moe_intermediate_size num_attention_heads num_experts num_global_key_value_heads num_hidden_layers "
-    "num_key_value_heads num_kv_shared_layers per_layer_config rms_norm_eps rope_parameters sliding_window top_k_experts "
-    "use_bidirectional_attention use_double_wide_mlp vocab_size vocab_size_per_layer_input".split()
+    "num_key_value_heads num_kv_shared_layers per_layer_config rms_norm_eps rope_parameters sliding_window "
+    "top_k_experts use_bidirectional_attention use_double_wide_mlp vocab_size vocab_size_per_layer_input".split()
 )
 TOP_CONFIG_KEYS = frozenset(
     "architectures audio_config audio_token_id backbone_hidden_size centroid_intermediate_top_k dtype eos_token_id "
@@ -59,6 +59,11 @@ class _Family:
     composite: bool  # text weights are under model.language_model.
     assistant: bool
     unified: bool
+
+    @property
+    def plain(self) -> bool:
+        """Never has per-layer embeddings or experts."""
+        return self.assistant or self.unified
 
 
 _FAMILIES: Mapping[str, _Family] = MappingProxyType(
@@ -183,17 +188,9 @@ def _text_config(keys: _Keys, top: _Keys, family: _Family) -> TextConfig:
     first_shared = _first_kv_shared_layer(keys, num_layers, family)
     per_layer_input_size, per_layer_vocab_size = _per_layer_input(keys, family)
     double_wide = keys.flag("use_double_wide_mlp")
-    moe = _moe_config(keys)
-    if family.assistant and (per_layer_input_size or double_wide or moe):
-        raise ValueError(
-            f"{keys.prefix}hidden_size_per_layer_input, use_double_wide_mlp and enable_moe_block must be 0 or false "
-            f"in an assistant, got {per_layer_input_size}, {double_wide} and {moe is not None}"
-        )
-    if family.unified and (per_layer_input_size or moe):
-        raise ValueError(
-            f"{keys.prefix}hidden_size_per_layer_input and enable_moe_block must be 0 or false in a "
-            f"{family.model_type} model, got {per_layer_input_size} and {moe is not None}"
-        )
+    if double_wide and family.assistant:
+        raise keys.bad("use_double_wide_mlp", f"false in a {family.model_type} model")
+    moe = _moe_config(keys, family)
     return TextConfig(
         hidden_size=keys.integer("hidden_size"),
         intermediate_size=keys.integer("intermediate_size"),
@@ -312,16 +309,19 @@ def _head_overrides(keys: _Keys, kinds: tuple[str, ...]) -> list[tuple[int, int]
 
 def _per_layer_input(keys: _Keys, family: _Family) -> tuple[int, int]:
     """(width, vocabulary) of the per-layer embeddings, (0, 0) when there are none."""
-    plain = family.unified or family.assistant
-    size = keys.integer("hidden_size_per_layer_input", 0 if plain else 256, low=0)
+    size = keys.integer("hidden_size_per_layer_input", 0 if family.plain else 256, low=0)
     if size == 0:
         return 0, 0
+    if family.plain:
+        raise keys.bad("hidden_size_per_layer_input", f"0 in a {family.model_type} model")
     return size, keys.integer("vocab_size_per_layer_input", 262_144)
 
 
-def _moe_config(keys: _Keys) -> MoEConfig | None:
+def _moe_config(keys: _Keys, family: _Family) -> MoEConfig | None:
     if not keys.flag("enable_moe_block"):
         return None
+    if family.plain:
+        raise keys.bad("enable_moe_block", f"false in a {family.model_type} model")
     moe = MoEConfig(keys.integer("num_experts"), keys.integer("top_k_experts"), keys.integer("moe_intermediate_size"))
     if moe.top_k > moe.num_experts:
         raise keys.bad("top_k_experts", f"at most num_experts = {moe.num_experts}")
