@@ -1,0 +1,22 @@
+"""What the scheduler expects of any worker, plain or speculative."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from sglang.srt.managers.schedule_batch import GenerationBatchResult, ScheduleBatch
+from sglang.srt.mem_cache.kv_manager import KVCacheManager
+from sglang.srt.speculative.spec_info import SpecCapabilities
+
+
+class ModelWorker(Protocol):
+    """One method serves extend and decode; ``capabilities`` says how many slots a decode step needs."""
+
+    capabilities: SpecCapabilities
+    kv_manager: KVCacheManager
+
+    def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult: ...
+
+    def describe(self) -> dict[str, object]:
+        """Facts for the start-up log and ``/server_info``."""
+        ...
