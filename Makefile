@@ -7,10 +7,10 @@ TESTS ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help env serve test check format clean
+.PHONY: help env serve test check format docs clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 
 env: ## build or refresh the environment in .venv
 	@PYTHON='$(PYTHON)' bash scripts/env.sh
@@ -32,6 +32,11 @@ check: env ## format, lint, spelling, types, then the tests
 format: env ## rewrite the sources in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: env ## rewrite the generated pages
+	$(BIN)/python scripts/structure.py
+	$(BIN)/python -m sglang.srt.server_args_docs > docs/server_arguments.md.new
+	mv docs/server_arguments.md.new docs/server_arguments.md
 
 clean: ## remove the environment and every cache
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis python/*.egg-info *.egg-info
