@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from sglang.srt.configs.model_config import FULL, SLIDING, KVLayout, ModelConfig, RopeConfig, TextConfig
 from sglang.srt.configs.model_config_parser import parse_model_config
+from sglang.srt.configs.registries import MODELS
 
 GENERATION = {"eos_token_id": [1, 106, 50], "pad_token_id": 0}
 NO_SHARING: dict[str, Any] = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
@@ -329,6 +330,13 @@ def test_model_type_stands_in_for_missing_architectures() -> None:
     raw = copy.deepcopy(TARGETS["E2B"])
     del raw["architectures"]
     assert parse(raw).architecture == "Gemma4ForConditionalGeneration"
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_every_registered_model_has_a_translation(architecture: str) -> None:
+    raw = {"architectures": [architecture]}
+    with pytest.raises(ValueError, match="is missing|nests the decoder in text_config"):
+        parse(raw)
 
 
 def test_defaults_of_missing_keys(caplog: pytest.LogCaptureFixture) -> None:
