@@ -7,6 +7,9 @@ cd "$(dirname "$0")/.."
 VENV=.venv
 STAMP=$VENV/stamp
 LOG=$VENV/install.log
+# what pip says when the index cannot be reached
+UNREACHABLE='NewConnectionError|NameResolutionError|Connect(ion)?(Timeout|Error|Reset)|ReadTimeout|ProxyError|SSLError'
+UNREACHABLE="$UNREACHABLE|Connection broken|IncompleteRead|Max retries"
 
 fail() {
     echo "error: $1" >&2
@@ -52,7 +55,7 @@ create() {
 pip_install() {
     if ! "$VENV/bin/python" -m pip --disable-pip-version-check --no-input install --constraint constraints.txt "$@" 2>&1 |
         tee -a "$LOG" | awk '/^ *(Downloading|Installing collected)/ { print "      " substr($0, 1, 100); fflush() }'; then
-        if grep -qE 'NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError|ConnectionError|ConnectionReset|Connection broken' "$LOG"; then
+        if grep -qE "$UNREACHABLE" "$LOG"; then
             fail "the package index cannot be reached; connect to the network and try again (pip's log: $LOG)."
         fi
         tail -n 5 "$LOG" >&2
