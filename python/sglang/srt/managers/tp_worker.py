@@ -1,0 +1,165 @@
+"""From a ``ScheduleBatch`` to forwards of one model, and from logits to tokens.
+
+Shapes: B requests, N rows per request in a decode step, V vocabulary, H hidden width.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.sampler import sample_tokens
+from sglang.srt.managers.schedule_batch import GenerationBatchResult, Req, ScheduleBatch
+from sglang.srt.mem_cache.kv_view import ReadOnlyKVPool
+from sglang.srt.model_executor.forward_batch_info import (
+    AttnGeometry,
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+    TailBatch,
+)
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.pool_configurator import KVMemory
+from sglang.srt.speculative.spec_info import SpecCapabilities
+
+
+class TpModelWorker:
+    """Runs one model over the KV memory it was given. Without speculation it is the scheduler's worker."""
+
+    def __init__(
+        self, runner: ModelRunner, memory: KVMemory, backend: AttentionBackend, *, capture_hidden: bool = False
+    ) -> None:
+        self.runner = runner
+        self.memory = memory
+        self.backend = backend
+        self.kv_manager = memory.kv_manager
+        self.capture_hidden = capture_hidden
+        self.capabilities = SpecCapabilities(max_tokens_per_step=1, needs_draft_kv=False, supports_overlap=False)
+
+    def kv_reader(self) -> KVMemory:
+        """The only way to this worker's KV for another worker: read-only."""
+        return self.memory.read_only()
+
+    def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        with torch.inference_mode():
+            if batch.mode is ForwardMode.EXTEND:
+                tokens = self.extend(batch)[0][:, None]
+            else:
+                newest = torch.tensor([[req.token_ids[-1]] for req in batch.reqs], device=self._device)
+                tokens = self.decode_rows(batch, newest)[0]
+            return GenerationBatchResult(tokens, torch.ones(len(batch.reqs), dtype=torch.int64), None, num_drafts=0)
+
+    def extend(self, batch: ScheduleBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute the next ``extend_lens`` positions of each request.
+
+        Returns the token after each request's last position [B] and the hidden state there [B, H] (or None).
+        """
+        starts = [req.committed_len for req in batch.reqs]
+        ids = np.concatenate(
+            [np.asarray(req.token_ids[s : s + n], dtype=np.int64) for req, s, n in zip(batch.reqs, starts, batch.extend_lens)]
+        )
+        mode = CaptureHiddenMode.LAST if self.capture_hidden else CaptureHiddenMode.NULL
+        fb = self._forward_batch(ForwardMode.EXTEND, batch.reqs, self._tensor(ids), batch.extend_lens, mode)
+        out: LogitsProcessorOutput = self.runner.model.forward(fb)
+        last = self._tensor(np.array([s + n - 1 for s, n in zip(starts, batch.extend_lens)]))
+        return sample_tokens(out.next_token_logits, batch.sampling_info, last, 1), out.hidden_states
+
+    def decode_rows(self, batch: ScheduleBatch, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run ``rows`` [B, N] int64 (newest token, then drafts) behind the committed tokens of each request.
+
+        Returns the target's choice after every row [B, N] and the hidden states [B, N, H] (or None). Plain decode is
+        the case N = 1.
+        """
+        num, width = rows.shape
+        mode = CaptureHiddenMode.FULL if self.capture_hidden else CaptureHiddenMode.NULL
+        kind = ForwardMode.DECODE if width == 1 else ForwardMode.TARGET_VERIFY
+        fb = self._forward_batch(kind, batch.reqs, rows.reshape(-1), (width,) * num, mode)
+        out: LogitsProcessorOutput = self.runner.model.forward(fb)
+        tokens = sample_tokens(out.next_token_logits, batch.sampling_info, fb.positions, width)
+        hidden = None if out.hidden_states is None else out.hidden_states.view(num, width, -1)
+        return tokens.view(num, width), hidden
+
+    def describe(self) -> dict[str, object]:
+        """Facts for the start-up log and ``/server_info``."""
+        layout = self.memory.pool.layout
+        return {
+            "context_len": self.memory.context_length,
+            "max_total_num_tokens": self.kv_manager.total_tokens,
+            "max_running_requests": self.memory.max_requests,
+            "vocab_size": self.runner.config.text.vocab_size,
+            "eos_token_ids": self.runner.config.eos_token_ids,
+            "kv_bytes_per_token": layout.elements_per_token * self.memory.pool.dtype.itemsize,
+            "kv_layers": [spec.layer_id for spec in layout.owners],
+            "weights_bytes": self.runner.weight_bytes,
+            "architecture": self.runner.config.architecture,
+        }
+
+    @property
+    def _device(self) -> torch.device:
+        return self.runner.device.torch_device
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+    def _forward_batch(
+        self,
+        mode: ForwardMode,
+        reqs: tuple[Req, ...],
+        input_ids: torch.Tensor,
+        q_lens: tuple[int, ...],
+        capture: CaptureHiddenMode,
+    ) -> ForwardBatch:
+        """The next ``q_lens[b]`` positions of each request, in slots it owns."""
+        kvs = [req.kv for req in reqs]
+        assert all(kv is not None for kv in kvs), "a request without KV cannot run"
+        starts = tuple(kv.committed_len for kv in kvs)  # type: ignore[union-attr]
+        ends = tuple(s + n for s, n in zip(starts, q_lens))
+        positions = self._tensor(np.concatenate([np.arange(s, e) for s, e in zip(starts, ends)]))
+        locs = [self.kv_manager.locs(kv, s, e) for kv, s, e in zip(kvs, starts, ends)]  # type: ignore[arg-type]
+        req_rows = self._tensor(np.array([kv.req_pool_idx for kv in kvs]))  # type: ignore[union-attr]
+        geometry = AttnGeometry(req_rows, ends, q_lens, starts, positions)
+        logits_rows, tail = None, None
+        if mode is ForwardMode.EXTEND:
+            logits_rows = self._tensor(np.cumsum(q_lens) - 1)
+            text = self.runner.config.text
+            if text.first_kv_shared_layer < text.num_layers:
+                tail = self._tail(logits_rows, geometry, input_ids, capture)
+        return ForwardBatch(
+            mode=mode,
+            input_ids=input_ids,
+            positions=positions,
+            token_to_kv_pool=self.memory.pool,
+            out_cache_loc=self._tensor(np.concatenate(locs)),
+            attn=self.backend.init_forward_metadata(geometry),
+            capture_hidden_mode=capture,
+            logits_rows=logits_rows,
+            tail=tail,
+        )
+
+    def _tail(
+        self, rows: torch.Tensor, geometry: AttnGeometry, input_ids: torch.Tensor, capture: CaptureHiddenMode
+    ) -> TailBatch:
+        """The last row of each request, as a decode that writes nothing."""
+        positions = geometry.positions[rows]
+        num = len(geometry.kv_lens_cpu)
+        last = AttnGeometry(
+            geometry.req_pool_indices,
+            geometry.kv_lens_cpu,
+            (1,) * num,
+            tuple(end - 1 for end in geometry.kv_lens_cpu),
+            positions,
+        )
+        batch = ForwardBatch(
+            mode=ForwardMode.DECODE,
+            input_ids=input_ids[rows],
+            positions=positions,
+            token_to_kv_pool=ReadOnlyKVPool(self.memory.pool),
+            out_cache_loc=None,
+            attn=self.backend.init_forward_metadata(last),
+            capture_hidden_mode=capture,
+            logits_rows=None,
+            tail=None,
+        )
+        return TailBatch(rows, batch)

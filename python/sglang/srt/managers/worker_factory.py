@@ -1,0 +1,43 @@
+"""From resolved server arguments to the worker the scheduler drives."""
+
+from __future__ import annotations
+
+from sglang.srt.configs.registries import ATTENTION_BACKENDS, SPECULATIVE_ALGORITHMS, load_entry
+from sglang.srt.managers.model_worker import ModelWorker
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.pool_configurator import build_kv_memory
+from sglang.srt.models.gemma4_mtp import check_pair
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.device import make_device
+from sglang.srt.utils.hf_transformers.config import load_model_config
+
+
+def create_worker(args: ServerArgs) -> ModelWorker:
+    """``args`` must be resolved. ``ValueError`` for anything a user can mend; the pair is checked before weights load."""
+    device = make_device(args.device)
+    load, spec = args.load_config(), args.spec_config()
+    config = load_model_config(load.model_path, overrides=load.overrides, trust_remote_code=load.trust_remote_code)
+    draft_load, draft_config = None, None
+    if spec is not None:
+        draft_load = args.draft_load_config()
+        draft_config = load_model_config(
+            draft_load.model_path, overrides=draft_load.overrides, trust_remote_code=draft_load.trust_remote_code
+        )
+        check_pair(config, draft_config)
+    runner = ModelRunner(config, load, device)
+    draft_runner = None
+    if draft_config is not None and draft_load is not None:
+        draft_runner = ModelRunner(draft_config, draft_load, device)
+    memory = build_kv_memory(
+        config.text.kv_layout,
+        args.memory_config(),
+        tokens_per_step=1 if spec is None else spec.num_draft_tokens,
+        dtype=runner.dtype,
+        device=device,
+    )
+    backend = load_entry(ATTENTION_BACKENDS, args.attention_backend or "torch_native")(memory.req_to_token)
+    target = TpModelWorker(runner, memory, backend, capture_hidden=spec is not None)
+    if spec is None or draft_runner is None:
+        return target
+    return load_entry(SPECULATIVE_ALGORITHMS, spec.algorithm)(draft_runner, target, backend, spec)

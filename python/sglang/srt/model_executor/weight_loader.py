@@ -1,0 +1,114 @@
+"""Checkpoint tensors from sharded safetensors, straight into their places."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from sglang.srt.models.interfaces import LoadableModel
+
+logger = logging.getLogger(__name__)
+_INDEX = "model.safetensors.index.json"
+_LISTED = 20
+
+
+def load_weights(model: LoadableModel, path: Path) -> int:
+    """Fill the model from ``path``; returns the bytes its weights take.
+
+    ``ValueError``: unreadable or absent files, or one message that lists every missing, unexpected and misshapen tensor
+    (before anything is copied).
+    """
+    files = _tensor_files(path)
+    shapes = {name: shape for file in files for name, shape in _shapes(file).items()}
+    plan = model.weight_plan(shapes.keys())
+    _check(path, plan.slots, shapes, plan.ignored)
+    with torch.inference_mode(), tqdm(total=len(plan.slots), desc=f"Loading {path.name}", unit="tensor") as bar:
+        for file in files:
+            with _open(file) as tensors:
+                for name in tensors.keys():
+                    if name in plan.slots:
+                        plan.slots[name].copy_(tensors.get_tensor(name))
+                        bar.update()
+    model.finish_loading()
+    return _bytes(plan.slots)
+
+
+def load_dummy_weights(model: LoadableModel, seed: int = 0) -> int:
+    """Small random weights, the same for the same seed; for trying shapes without a checkpoint."""
+    slots = model.weight_plan(()).slots
+    with torch.inference_mode():
+        for name, slot in slots.items():
+            if not slot.is_floating_point():
+                slot.copy_(torch.arange(slot.numel(), device=slot.device).view(slot.shape))
+            elif slot.dim() == 1:
+                slot.fill_(1.0)
+            else:
+                generator = torch.Generator(device=slot.device).manual_seed(seed + len(name))
+                slot.normal_(0.0, slot.shape[-1] ** -0.5, generator=generator)
+    model.finish_loading()
+    return _bytes(slots)
+
+
+def _bytes(slots: Mapping[str, torch.Tensor]) -> int:
+    return sum(slot.numel() * slot.element_size() for slot in slots.values())
+
+
+def _tensor_files(path: Path) -> list[Path]:
+    index = path / _INDEX
+    if not index.exists():
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"{path} holds no .safetensors file: give a folder with a complete checkpoint")
+        return files
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, UnicodeDecodeError) as err:
+        raise ValueError(f"{index} is not a safetensors index ({err!r}): download the checkpoint again") from err
+    absent = [name for name in names if not (path / name).exists()]
+    if absent:
+        raise ValueError(f"{path} lacks {', '.join(absent)}, which {_INDEX} names: download the checkpoint again")
+    return [path / name for name in names]
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as err:
+        raise ValueError(f"{file} is not a complete safetensors file ({err}): download it again") from err
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    with _open(file) as tensors:
+        return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+
+
+def _check(
+    path: Path, slots: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], ignored: frozenset[str]
+) -> None:
+    problems = []
+    _add(problems, "missing", sorted(set(slots) - set(shapes)))
+    _add(problems, "unexpected", sorted(set(shapes) - set(slots) - ignored))
+    _add(
+        problems,
+        "misshapen",
+        [
+            f"{name} is {list(shapes[name])}, the configuration says {list(slot.shape)}"
+            for name, slot in sorted(slots.items())
+            if name in shapes and shapes[name] != tuple(slot.shape)
+        ],
+    )
+    if problems:
+        raise ValueError(f"the tensors in {path} do not fit its config.json. " + " ".join(problems))
+
+
+def _add(problems: list[str], what: str, names: Iterable[str]) -> None:
+    names = list(names)
+    if names:
+        more = f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        problems.append(f"{len(names)} {what}: {', '.join(names[:_LISTED])}{more}.")

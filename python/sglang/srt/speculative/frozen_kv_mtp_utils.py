@@ -1,0 +1,75 @@
+"""Small steps of a frozen-KV draft: where it stands, what it sees, what it runs.
+
+All of them make new values; a draft never edits a batch it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from sglang.srt.mem_cache.kv_manager import RequestKV
+from sglang.srt.model_executor.forward_batch_info import AttnGeometry, AttnPlan, CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPContext
+
+# A drafting query stands at the bonus token's own index L - 1, the first position without KV. Counted from the number of
+# committed tokens (L - 1) that is +0; engines that draft from the last committed slot would say -1.
+FROZEN_POSITION_OFFSET = 0
+
+
+def set_frozen_kv_positions(committed_lens: Sequence[int], device: torch.device) -> torch.Tensor:
+    """The query position of each request for the whole round, [B] int64. It does not advance while drafting."""
+    return torch.tensor([n + FROZEN_POSITION_OFFSET for n in committed_lens], dtype=torch.int64, device=device)
+
+
+def frozen_kv_target_view(kvs: Sequence[RequestKV], device: torch.device) -> AttnGeometry:
+    """What a draft may see, for planning: the committed prefix of each request and never an uncommitted slot."""
+    committed = tuple(kv.committed_len for kv in kvs)
+    return AttnGeometry(
+        req_pool_indices=torch.tensor([kv.req_pool_idx for kv in kvs], device=device),
+        kv_lens_cpu=committed,
+        q_lens_cpu=(1,) * len(kvs),
+        first_positions_cpu=tuple(n + FROZEN_POSITION_OFFSET for n in committed),
+        positions=set_frozen_kv_positions(committed, device),
+    )
+
+
+def expand_for_topk_draft(geometry: AttnGeometry, topk: int) -> AttnGeometry:
+    """The geometry of ``topk`` branches per request: [B] rows become [B * topk], branches of a request adjacent."""
+    if topk == 1:
+        return geometry
+
+    def repeat(values: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(value for value in values for _ in range(topk))
+
+    return AttnGeometry(
+        req_pool_indices=geometry.req_pool_indices.repeat_interleave(topk),
+        kv_lens_cpu=repeat(geometry.kv_lens_cpu),
+        q_lens_cpu=repeat(geometry.q_lens_cpu),
+        first_positions_cpu=repeat(geometry.first_positions_cpu),
+        positions=geometry.positions.repeat_interleave(topk),
+    )
+
+
+def target_kv_pool_view(
+    context: FrozenKVMTPContext, geometry: AttnGeometry, plan: AttnPlan, input_ids: torch.Tensor
+) -> ForwardBatch:
+    """A draft forward with the target's KV installed for reading. ``input_ids`` [rows of ``geometry``] int64."""
+    return ForwardBatch(
+        mode=ForwardMode.DRAFT,
+        input_ids=input_ids,
+        positions=geometry.positions,
+        token_to_kv_pool=context.target_token_to_kv_pool,
+        out_cache_loc=None,
+        attn=plan,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+        logits_rows=None,
+        tail=None,
+    )
+
+
+def with_tokens(fb: ForwardBatch, input_ids: torch.Tensor) -> ForwardBatch:
+    """The next iteration of a draft: same positions, same plan, the tokens just drafted."""
+    return replace(fb, input_ids=input_ids)
