@@ -17,7 +17,7 @@ FinishType = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class FinishReason:
-    """Why a request ended. ``matched`` is the stop token id or stop string; ``status`` is the HTTP status of an abort."""
+    """Why a request ended. ``matched`` is the stop token id or string; ``status`` is the HTTP status of an abort."""
 
     type: FinishType
     matched: int | str | None = None
@@ -32,6 +32,22 @@ class FinishReason:
         if self.type == "length":
             return {"type": "length", "length": self.length}
         return {"type": "abort", "message": self.message, "status_code": self.status}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateReqInput:
+    """One user request before tokenizing: a prompt (text or token ids) with its sampling controls per sequence wanted.
+
+    ``rids`` has one id per prompt, or is None to have them made. ``is_single`` remembers that the user sent one prompt
+    and not a list. ``param`` names the field that held the prompts, for error messages.
+    """
+
+    prompts: tuple[str | tuple[int, ...], ...]
+    sampling_params: tuple[SamplingParams, ...]
+    stream: bool
+    rids: tuple[str, ...] | None = None
+    is_single: bool = True
+    param: str = "text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +73,7 @@ class ControlReq:
     """A question or command outside generation."""
 
     request_id: str
-    action: Literal["flush_cache", "server_info", "check_integrity", "ping"]
+    action: Literal["flush_cache", "server_info", "check_integrity", "ping", "shutdown"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,172 @@
+"""Every route of the HTTP API over a running tokenizer manager."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from sglang.srt.entrypoints.errors import ApiError
+from sglang.srt.entrypoints.native_protocol import generate_events, generate_reply, parse_generate_request
+from sglang.srt.entrypoints.openai_serving import OpenAIServing
+from sglang.srt.entrypoints.responses import (
+    ApiKeyMiddleware,
+    EventStream,
+    error_response,
+    json_response,
+    read_object,
+    while_connected,
+)
+from sglang.srt.entrypoints.server_state import get_server_info
+from sglang.srt.entrypoints.warmup import probe_request
+from sglang.srt.managers.tokenizer_manager import SchedulerDiedError, TokenizerManager
+from sglang.srt.server_args import ServerArgs
+from sglang.version import __version__
+
+_HEALTH_GENERATE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the routes work with."""
+
+    server_args: ServerArgs
+    manager: TokenizerManager
+    openai: OpenAIServing
+    started_at: int
+
+
+def build_app(server_args: ServerArgs, manager: TokenizerManager) -> FastAPI:
+    """All routes over a running manager."""
+    ctx = Context(server_args, manager, OpenAIServing(server_args, manager), int(time.time()))
+    app = FastAPI(title="sglang", version=__version__)
+    _add_generation(app, ctx)
+    _add_models(app, ctx)
+    _add_health(app, ctx)
+    _add_administration(app, ctx)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_exception)
+    for kind in (ApiError, ValueError, RuntimeError):
+        app.add_exception_handler(kind, _on_exception)
+    if server_args.api_key is not None:
+        app.add_middleware(ApiKeyMiddleware, api_key=server_args.api_key)
+    return app
+
+
+def _add_generation(app: FastAPI, ctx: Context) -> None:
+    @app.api_route("/generate", methods=["POST", "PUT"])
+    async def generate(request: Request) -> Response:
+        req = parse_generate_request(await read_object(request))
+        if req.stream:
+            return EventStream(generate_events(ctx.manager, req))
+        outputs = await while_connected(request.receive, ctx.manager.generate_whole(req))
+        return json_response(generate_reply(req, outputs))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        completion = await ctx.openai.chat(await read_object(request))
+        if completion.is_stream:
+            return EventStream(completion.stream())
+        return json_response(await while_connected(request.receive, completion.whole()))
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        completion = await ctx.openai.completion(await read_object(request))
+        if completion.is_stream:
+            return EventStream(completion.stream())
+        return json_response(await while_connected(request.receive, completion.whole()))
+
+
+def _add_models(app: FastAPI, ctx: Context) -> None:
+    model = {
+        "id": ctx.openai.model_name,
+        "object": "model",
+        "created": ctx.started_at,
+        "owned_by": "sglang",
+        "root": ctx.openai.model_name,
+        "parent": None,
+        "max_model_len": ctx.manager.limits.context_len,
+    }
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return json_response({"object": "list", "data": [model]})
+
+    @app.get("/v1/models/{name:path}")
+    async def retrieve_model(name: str) -> Response:
+        ctx.openai.check_model(name)
+        return json_response(model)
+
+    @app.get("/get_model_info")
+    @app.get("/model_info")
+    async def model_info() -> Response:
+        return json_response(
+            {
+                "model_path": ctx.server_args.model_path,
+                "tokenizer_path": ctx.server_args.tokenizer_path,
+                "served_model_name": ctx.openai.model_name,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+                "max_model_len": ctx.manager.limits.context_len,
+            }
+        )
+
+
+def _add_health(app: FastAPI, ctx: Context) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        if ctx.manager.died is not None:
+            raise ApiError(503, str(ctx.manager.died))
+        return Response()
+
+    @app.get("/health_generate")
+    async def health_generate() -> Response:
+        try:
+            await asyncio.wait_for(ctx.manager.generate_whole(probe_request(ctx.manager, 1)), _HEALTH_GENERATE_S)
+        except asyncio.TimeoutError:
+            raise ApiError(503, f"no token was generated within {_HEALTH_GENERATE_S:g} seconds") from None
+        except SchedulerDiedError as error:
+            raise ApiError(503, str(error)) from error
+        return Response()
+
+
+def _add_administration(app: FastAPI, ctx: Context) -> None:
+    @app.get("/get_server_info")
+    @app.get("/server_info")
+    async def server_info() -> Response:
+        return json_response(await get_server_info(ctx.server_args, ctx.manager))
+
+    @app.api_route("/flush_cache", methods=["GET", "POST"])
+    async def flush_cache() -> Response:
+        reply = await ctx.manager.control("flush_cache")
+        return json_response({"success": reply.ok, "message": reply.message}, 200 if reply.ok else 400)
+
+    @app.post("/abort_request")
+    async def abort_request(request: Request) -> Response:
+        body = await read_object(request)
+        rid, abort_all = body.get("rid"), body.get("abort_all", False)
+        if not isinstance(abort_all, bool):
+            raise ValueError(f"abort_all must be true or false, got {abort_all!r:.200}")
+        if not abort_all and not (isinstance(rid, str) and rid):
+            raise ValueError(f"rid must name a request, or abort_all must be true, got {rid!r:.200}")
+        return json_response({"aborted": ctx.manager.abort_request(rid, abort_all=abort_all)})
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    messages = {
+        404: f"there is nothing at {request.url.path}",
+        405: f"{request.url.path} does not take {request.method}",
+    }
+    response = error_response(ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_exception(request: Request, error: Exception) -> Response:
+    return error_response(error)

@@ -1,0 +1,143 @@
+"""The server's process, from the first socket to the last."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from sglang.srt.entrypoints.http_app import build_app
+from sglang.srt.entrypoints.launch import SchedulerProcess
+from sglang.srt.entrypoints.server_state import load_server_tokenizer
+from sglang.srt.entrypoints.warmup import ready_message, warm_up
+from sglang.srt.managers.tokenizer_manager import SchedulerDiedError, TokenizerManager
+from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+_GRACEFUL_SHUTDOWN_S = 5
+
+
+class ServerError(Exception):
+    """Why the server did not start, or stopped by itself."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own: this process has more to end than the listening socket."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def launch_server(server_args: ServerArgs) -> None:
+    """Serve until SIGINT or SIGTERM. Takes resolved arguments. ``SystemExit`` with status 1 and one sentence on
+    stderr when the start fails, or the scheduler dies later."""
+    try:
+        with _listening_socket(server_args) as listener:
+            asyncio.run(_launch(server_args, listener))
+    except (ServerError, SchedulerDiedError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+
+
+def _listening_socket(server_args: ServerArgs) -> socket.socket:
+    """Bound before the model is loaded, so that a taken port is noticed at once."""
+    host, port = server_args.host, server_args.port
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ServerError(f"--host {host!r} is not an address of this machine ({error.strerror})") from error
+    listener = socket.socket(family, kind, proto)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ServerError(f"cannot listen on --host {host} --port {port} ({error.strerror}): choose another") from error
+    return listener
+
+
+async def _launch(server_args: ServerArgs, listener: socket.socket) -> None:
+    """Start-up, serving and clean-up; a signal before the server listens cancels this task, later it stops it."""
+    server: _Server | None = None
+    main_task = asyncio.current_task()
+    assert main_task is not None
+
+    def on_signal() -> None:
+        if server is None:
+            main_task.cancel()
+        else:
+            # a second signal does not wait for running requests
+            server.force_exit = server.should_exit
+            server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    scheduler = SchedulerProcess(server_args)
+    try:
+        manager = await _start_manager(server_args, scheduler)
+        server = _Server(_uvicorn_config(server_args, build_app(server_args, manager)))
+        await _serve(server_args, server, manager, scheduler, listener)
+    except asyncio.CancelledError:
+        logger.info("stopped before the server was ready")
+    finally:
+        scheduler.stop()
+
+
+async def _start_manager(server_args: ServerArgs, scheduler: SchedulerProcess) -> TokenizerManager:
+    tokenizer, ready = await asyncio.gather(
+        asyncio.to_thread(load_server_tokenizer, server_args), scheduler.wait_ready()
+    )
+    manager = TokenizerManager(scheduler.channel, tokenizer, ready)
+    manager.start()
+    return manager
+
+
+async def _serve(
+    server_args: ServerArgs,
+    server: _Server,
+    manager: TokenizerManager,
+    scheduler: SchedulerProcess,
+    listener: socket.socket,
+) -> None:
+    """Warm up, listen, and answer until told to stop; ``ServerError`` when the scheduler dies."""
+
+    def on_scheduler_end(cause: str) -> None:
+        manager.scheduler_died(cause)
+        server.should_exit = True
+
+    scheduler.watch(on_scheduler_end)
+    if not server_args.skip_server_warmup:
+        await warm_up(manager)
+    announcement = asyncio.ensure_future(_announce(server_args, server))
+    await server.serve(sockets=[listener])
+    announcement.cancel()
+    scheduler.unwatch()
+    died = manager.died
+    await manager.close()
+    if died is not None:
+        raise ServerError(str(died))
+
+
+async def _announce(server_args: ServerArgs, server: _Server) -> None:
+    while not server.started:
+        await asyncio.sleep(0.01)
+    print(ready_message(server_args), flush=True)
+
+
+def _uvicorn_config(server_args: ServerArgs, app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="warning" if server_args.log_level == "info" else server_args.log_level,
+        access_log=server_args.log_level == "debug",
+        timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_S,
+    )

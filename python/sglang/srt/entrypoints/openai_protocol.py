@@ -1,0 +1,281 @@
+"""OpenAI's requests and replies: checks a request body field by field, and shapes the JSON of replies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.entrypoints.errors import ApiError, bad_field
+from sglang.srt.entrypoints.native_protocol import check_fields, parse_ids, parse_texts
+from sglang.srt.managers.generate_output import GenerateOutput
+from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+# field of a request -> name in SamplingParams
+_SAMPLING_FIELDS: Mapping[str, str] = {
+    "frequency_penalty": "frequency_penalty",
+    "ignore_eos": "ignore_eos",
+    "logit_bias": "logit_bias",
+    "max_tokens": "max_new_tokens",
+    "min_p": "min_p",
+    "min_tokens": "min_new_tokens",
+    "n": "n",
+    "no_stop_trim": "no_stop_trim",
+    "presence_penalty": "presence_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "seed": "sampling_seed",
+    "skip_special_tokens": "skip_special_tokens",
+    "spaces_between_special_tokens": "spaces_between_special_tokens",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+}
+# fields about the account of the caller or about caching; they cannot change an answer
+_NO_EFFECT = (
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+)
+_COMMON = (*_SAMPLING_FIELDS, *_NO_EFFECT, "model", "rid", "stream", "stream_options")
+_CHAT_FIELDS = (
+    *_COMMON,
+    "add_generation_prompt",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "max_completion_tokens",
+    "messages",
+)
+_COMPLETION_FIELDS = (*_COMMON, "prompt")
+_LATER: Mapping[str, tuple[Any, ...]] = {
+    "custom_logit_processor": (),
+    "ebnf": (),
+    "json_schema": (),
+    "logprobs": (),
+    "lora_path": (),
+    "priority": (),
+    "regex": (),
+    "response_format": ({"type": "text"},),
+    "return_hidden_states": (),
+    "session_params": (),
+    "structural_tag": (),
+}
+_CHAT_LATER: Mapping[str, tuple[Any, ...]] = {
+    **_LATER,
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": (),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "prediction": (),
+    "reasoning_effort": (),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "tool_choice": ("none", "auto"),
+    "tools": (),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+_COMPLETION_LATER: Mapping[str, tuple[Any, ...]] = {**_LATER, "best_of": (1,), "echo": (), "suffix": ()}
+
+_COMPLETION_MAX_TOKENS = 16
+_ROLES = ("system", "developer", "user", "assistant")
+_MEDIA = ("image", "audio", "video", "file")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What chat and text completions have in common."""
+
+    model: str | None
+    rid: str | None
+    sampling_params: SamplingParams
+    stream: bool
+    include_usage: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    options: RequestOptions
+    messages: tuple[dict[str, Any], ...]
+    template_kwargs: dict[str, Any]
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    options: RequestOptions
+    prompts: tuple[str | tuple[int, ...], ...]
+
+
+def parse_chat_request(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
+    """Check a chat request; ``defaults`` are sampling values for fields that it leaves out. Errors name the field."""
+    check_fields(body, _CHAT_FIELDS, _CHAT_LATER)
+    length_field = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    options = _parse_options(body, {"max_new_tokens": None, **defaults}, length_field)
+    continue_final = _flag(body, "continue_final_message", False)
+    add_prompt = _flag(body, "add_generation_prompt", not continue_final)
+    if continue_final and add_prompt:
+        raise bad_field("continue_final_message", "and add_generation_prompt exclude each other: give one of them")
+    messages = _parse_messages(body.get("messages"))
+    if continue_final and messages[-1]["role"] != "assistant":
+        raise bad_field("continue_final_message", "needs an assistant message as the last one")
+    template_kwargs = body.get("chat_template_kwargs") or {}
+    if not isinstance(template_kwargs, dict):
+        raise bad_field("chat_template_kwargs", f"must be an object, got {template_kwargs!r:.200}")
+    return ChatRequest(options, messages, template_kwargs, add_prompt, continue_final)
+
+
+def parse_completion_request(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
+    """Check a text completion request; see ``parse_chat_request``."""
+    check_fields(body, _COMPLETION_FIELDS, _COMPLETION_LATER)
+    options = _parse_options(body, {"max_new_tokens": _COMPLETION_MAX_TOKENS, **defaults}, "max_tokens")
+    prompt = body.get("prompt")
+    if prompt is None:
+        raise bad_field("prompt", "is missing: give a string, token ids, or a list of either")
+    has_ids = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str)
+    prompts, _ = parse_ids("prompt", prompt) if has_ids else parse_texts("prompt", prompt)
+    if options.rid is not None and len(prompts) > 1:
+        raise bad_field("rid", f"can name one prompt only, got {len(prompts)} prompts")
+    return CompletionRequest(options, tuple(prompts))
+
+
+def in_openai_terms(error: ValueError, body: Mapping[str, Any]) -> ApiError:
+    """An error about sampling in the names that an OpenAI request has for them."""
+    names = {internal: field for field, internal in _SAMPLING_FIELDS.items()}
+    if body.get("max_completion_tokens") is not None:
+        names["max_new_tokens"] = "max_completion_tokens"
+    message = re.sub(r"^\w+(?= )|(?<= )(?:max|min)_new_tokens(?= )", lambda m: names.get(m[0], m[0]), str(error))
+    field = message.split(" ", 1)[0]
+    code = "context_length_exceeded" if "context length" in message else None
+    return ApiError(400, message, param=field if field in body else None, code=code)
+
+
+def _parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any], length_field: str) -> RequestOptions:
+    given = {internal: body[field] for field, internal in _SAMPLING_FIELDS.items() if body.get(field) is not None}
+    if body.get(length_field) is not None:
+        given["max_new_tokens"] = body[length_field]
+    stream = _flag(body, "stream", False)
+    return RequestOptions(
+        model=_text(body, "model"),
+        rid=_text(body, "rid"),
+        sampling_params=SamplingParams.from_dict({**defaults, **given}),
+        stream=stream,
+        include_usage=_parse_stream_options(body.get("stream_options"), stream),
+    )
+
+
+def _parse_stream_options(value: Any, stream: bool) -> bool:
+    if value is None:
+        return False
+    if not isinstance(value, dict):
+        raise bad_field("stream_options", f"must be an object, got {value!r:.200}")
+    if not stream:
+        raise bad_field("stream_options", "is only allowed with stream true")
+    for name, setting in value.items():
+        path = f"stream_options.{name!s:.100}"
+        if name not in ("include_usage", "include_obfuscation"):
+            raise bad_field(path, "is not a known field: the known field is include_usage")
+        if setting is not None and not isinstance(setting, bool):
+            raise bad_field(path, f"must be true or false, got {setting!r:.200}")
+    return bool(value.get("include_usage"))
+
+
+def _parse_messages(value: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list) or not value:
+        raise bad_field("messages", f"must be a list of messages that is not empty, got {value!r:.200}")
+    return tuple(_parse_message(f"messages[{i}]", message) for i, message in enumerate(value))
+
+
+def _parse_message(path: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise bad_field(path, f"must be an object, got {message!r:.200}")
+    role = message.get("role")
+    if role in ("tool", "function"):
+        raise bad_field(f"{path}.role", f"{role} is not supported yet: tool results cannot be given")
+    if role not in _ROLES:
+        raise bad_field(f"{path}.role", f"must be one of {', '.join(_ROLES)}, got {role!r:.200}")
+    for field in ("tool_calls", "function_call", "audio"):
+        if message.get(field):
+            raise bad_field(f"{path}.{field}", "is not supported yet: leave it out")
+    name = message.get("name")
+    if name is not None and not isinstance(name, str):
+        raise bad_field(f"{path}.name", f"must be a string, got {name!r:.200}")
+    parsed = {"role": role, "content": _parse_content(f"{path}.content", message.get("content"))}
+    return parsed if name is None else parsed | {"name": name}
+
+
+def _parse_content(path: str, content: Any) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise bad_field(path, f"must be a string or a list of content parts, got {content!r:.200}")
+    parts = [_parse_part(f"{path}[{i}]", part) for i, part in enumerate(content)]
+    # a template gets the plainest form that says the same
+    return parts[0]["text"] if len(parts) == 1 else parts
+
+
+def _parse_part(path: str, part: Any) -> dict[str, str]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and any(word in kind for word in _MEDIA):
+        raise bad_field(f"{path}.type", f"{kind!r:.100} is not supported yet: this server takes text only")
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise bad_field(path, f'must be like {{"type": "text", "text": "..."}}, got {part!r:.200}')
+    return {"type": "text", "text": part["text"]}
+
+
+def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise bad_field(name, f"must be true or false, got {value!r:.200}")
+    return default if value is None else value
+
+
+def _text(body: Mapping[str, Any], name: str) -> str | None:
+    value = body.get(name)
+    if value is not None and (not isinstance(value, str) or not value):
+        raise bad_field(name, f"must be a string that is not empty, got {value!r:.200}")
+    return value
+
+
+def usage(outputs: Sequence[GenerateOutput], num_samples: int) -> dict[str, Any]:
+    """Token counts of a request; a prompt counts once, however many samples it has. One output per sequence."""
+    prompts = [out for out in outputs if out.index % num_samples == 0]
+    prompt_tokens = sum(out.prompt_tokens for out in prompts)
+    completion_tokens = sum(out.completion_tokens for out in outputs)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(out.cached_tokens for out in prompts)},
+    }
+
+
+def end_fields(reason: FinishReason | None) -> dict[str, Any]:
+    """``finish_reason`` of a choice, and what it stopped at. Both None while it goes on."""
+    if reason is None:
+        return {"finish_reason": None, "matched_stop": None}
+    return {"finish_reason": reason.type, "matched_stop": reason.matched}
+
+
+def chat_choice(out: GenerateOutput) -> dict[str, Any]:
+    message = {"role": "assistant", "content": out.text, "refusal": None}
+    return {"index": out.index, "message": message, "logprobs": None, **end_fields(out.finish_reason)}
+
+
+def chat_delta(index: int, delta: dict[str, str], reason: FinishReason | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, **end_fields(reason)}
+
+
+def text_choice(out: GenerateOutput) -> dict[str, Any]:
+    """One choice of a text completion, whole or as the next piece of a stream."""
+    return {"index": out.index, "text": out.text, "logprobs": None, **end_fields(out.finish_reason)}

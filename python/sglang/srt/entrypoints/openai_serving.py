@@ -1,0 +1,203 @@
+"""``/v1/chat/completions`` and ``/v1/completions``: requests to prompts, outputs to choices."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from sglang.srt.entrypoints.errors import ApiError, bad_field
+from sglang.srt.entrypoints.openai_protocol import (
+    ChatRequest,
+    RequestOptions,
+    chat_choice,
+    chat_delta,
+    in_openai_terms,
+    parse_chat_request,
+    parse_completion_request,
+    text_choice,
+    usage,
+)
+from sglang.srt.managers.generate_output import GenerateOutput
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_transformers.config import load_generation_config
+
+_MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def load_sampling_defaults(server_args: ServerArgs) -> dict[str, Any]:
+    """Sampling values for what an OpenAI request leaves out, as ``--sampling-defaults`` says.
+
+    A ``generation_config.json`` with ``do_sample`` false asks for greedy decoding.
+    """
+    if server_args.sampling_defaults != "model":
+        return {}
+    config = load_generation_config(Path(server_args.model_path)) or {}
+    defaults = {name: config[name] for name in _MODEL_DEFAULTS if config.get(name) is not None}
+    return defaults | {"temperature": 0.0} if config.get("do_sample") is False else defaults
+
+
+class OpenAIServing:
+    """Serves both kinds of completion. Each method takes a request body that is a JSON object."""
+
+    def __init__(self, server_args: ServerArgs, manager: TokenizerManager) -> None:
+        self._manager = manager
+        self._model_name = server_args.served_model_name or server_args.model_path
+        self._accepted_names = (self._model_name, server_args.model_path, "default")
+        self._defaults = load_sampling_defaults(server_args)
+        # a request must not reach the renderer's own parameters, among them the template itself
+        parameters = inspect.signature(manager.tokenizer.apply_chat_template).parameters
+        self._reserved = frozenset(parameters) | {"messages", "bos_token", "eos_token"}
+
+    @property
+    def model_name(self) -> str:
+        return self._model_name
+
+    def check_model(self, name: str | None) -> None:
+        """``ApiError`` 404 unless ``name`` means the model that is served, or nothing is named."""
+        if name is not None and name not in self._accepted_names:
+            message = f"the model {name!r:.200} does not exist: this server has {self._model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def chat(self, body: Mapping[str, Any]) -> _Completion:
+        """A chat completion, checked and ready to run."""
+        try:
+            request = parse_chat_request(body, self._defaults)
+            self.check_model(request.options.model)
+            prompt = await self._render(request)
+        except ValueError as error:
+            raise in_openai_terms(error, body) from error
+        return self._completion(body, request.options, (prompt,), "messages", _ChatShape())
+
+    async def completion(self, body: Mapping[str, Any]) -> _Completion:
+        """A text completion, checked and ready to run."""
+        try:
+            request = parse_completion_request(body, self._defaults)
+        except ValueError as error:
+            raise in_openai_terms(error, body) from error
+        self.check_model(request.options.model)
+        return self._completion(body, request.options, request.prompts, "prompt", _TextShape())
+
+    def _completion(
+        self,
+        body: Mapping[str, Any],
+        options: RequestOptions,
+        prompts: tuple[str | tuple[int, ...], ...],
+        param: str,
+        shape: _Shape,
+    ) -> _Completion:
+        request = GenerateReqInput(
+            prompts=prompts,
+            sampling_params=(options.sampling_params,) * len(prompts),
+            stream=options.stream,
+            rids=None if options.rid is None else (options.rid,),
+            param=param,
+        )
+        return _Completion(self._manager, body, options, request, shape, self._model_name)
+
+    async def _render(self, request: ChatRequest) -> tuple[int, ...]:
+        """Token ids of the conversation; the template writes its own bos."""
+        for name in request.template_kwargs:
+            if name in self._reserved:
+                raise bad_field(f"chat_template_kwargs.{name}", "cannot be set: it is not a variable of the template")
+        try:
+            text = self._manager.tokenizer.apply_chat_template(
+                list(request.messages),
+                tokenize=False,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                **request.template_kwargs,
+            )
+        except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+            # a template reports what it cannot render, or trips over it; both are the request's fault
+            raise ApiError(400, f"messages cannot be rendered: {error!s:.300}", param="messages") from error
+        return await self._manager.tokenize(text, "messages", add_special_tokens=False)
+
+
+class _ChatShape:
+    """How a chat completion looks."""
+
+    id_prefix, whole, piece = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def choice(self, out: GenerateOutput) -> dict[str, Any]:
+        return chat_choice(out)
+
+    def pieces(self, out: GenerateOutput, is_first: bool) -> list[dict[str, Any]]:
+        choices = [chat_delta(out.index, {"role": "assistant", "content": ""})] if is_first else []
+        if out.text:
+            choices.append(chat_delta(out.index, {"content": out.text}))
+        if out.finish_reason is not None:
+            choices.append(chat_delta(out.index, {}, out.finish_reason))
+        return choices
+
+
+class _TextShape:
+    """How a text completion looks."""
+
+    id_prefix, whole, piece = "cmpl", "text_completion", "text_completion"
+
+    def choice(self, out: GenerateOutput) -> dict[str, Any]:
+        return text_choice(out)
+
+    def pieces(self, out: GenerateOutput, is_first: bool) -> list[dict[str, Any]]:
+        return [text_choice(out)] if out.text or out.finish_reason is not None else []
+
+
+_Shape = _ChatShape | _TextShape
+
+
+class _Completion:
+    """One request on its way to a reply: run it with ``whole`` or ``stream``, whichever it asks for."""
+
+    def __init__(
+        self,
+        manager: TokenizerManager,
+        body: Mapping[str, Any],
+        options: RequestOptions,
+        request: GenerateReqInput,
+        shape: _Shape,
+        model_name: str,
+    ) -> None:
+        self.is_stream = options.stream
+        self._manager = manager
+        self._body = body
+        self._options = options
+        self._request = request
+        self._shape = shape
+        self._head = {"id": f"{shape.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model_name}
+
+    async def whole(self) -> dict[str, Any]:
+        try:
+            outputs = await self._manager.generate_whole(self._request)
+        except ValueError as error:
+            raise in_openai_terms(error, self._body) from error
+        choices = [self._shape.choice(out) for out in outputs]
+        totals = usage(outputs, self._options.sampling_params.n)
+        return {**self._head, "object": self._shape.whole, "choices": choices, "usage": totals}
+
+    async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Chunks of the reply, each with a piece of one choice; the last one has the usage if it was asked for."""
+        head = {**self._head, "object": self._shape.piece}
+        if self._options.include_usage:
+            head["usage"] = None
+        latest: dict[int, GenerateOutput] = {}
+        try:
+            async with contextlib.aclosing(self._manager.generate_request(self._request)) as outputs:
+                async for out in outputs:
+                    pieces = self._shape.pieces(out, out.index not in latest)
+                    latest[out.index] = out
+                    for piece in pieces:
+                        yield {**head, "choices": [piece]}
+        except ValueError as error:
+            raise in_openai_terms(error, self._body) from error
+        if self._options.include_usage:
+            totals = usage(list(latest.values()), self._options.sampling_params.n)
+            yield {**head, "choices": [], "usage": totals}

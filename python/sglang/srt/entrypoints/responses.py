@@ -1,0 +1,134 @@
+"""What every route needs of HTTP: JSON bodies, event streams, the key check, and noticing that a client left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sglang.srt.entrypoints.errors import ApiError, to_api_error
+from sglang.srt.managers.tokenizer_manager import SchedulerDiedError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 64 << 20
+_CLIENT_CLOSED_REQUEST = 499
+
+
+def dump_json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(dump_json(value), status, media_type="application/json")
+
+
+def error_response(error: Exception) -> Response:
+    """The reply to a request that failed; what nobody foresaw is logged with its trace."""
+    api_error = to_api_error(error)
+    if api_error.status == 500 and not isinstance(error, SchedulerDiedError):
+        logger.error("a request failed", exc_info=error)
+    response = json_response(api_error.to_dict(), api_error.status)
+    if api_error.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The JSON object in the body. ``ApiError`` when it is too large, not UTF-8, not JSON or not an object."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body of the request is larger than {MAX_BODY_BYTES} bytes")
+    try:
+        value = json.loads(body.decode())
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body of the request is not valid UTF-8 at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body of the request is not valid JSON: {error!s:.200}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body of the request must be a JSON object, got {value!r:.100}")
+    return value
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Result of ``work``, which is cancelled when the client goes away (``ApiError`` 499). The body must be read."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ApiError(_CLIENT_CLOSED_REQUEST, "the client closed the connection")
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.wait((task, gone))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events, one per object, ended by ``[DONE]``. An error before the first one is an ordinary reply."""
+
+    def __init__(self, events: AsyncGenerator[Any, None]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._send_events(scope, receive, send))
+        except ApiError as error:
+            logger.debug("stream ended: %s", error)
+
+    async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        async with contextlib.aclosing(self._events) as events:
+            try:
+                async for event in events:
+                    if not started:
+                        started = True
+                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    await _send_event(send, dump_json(event))
+            except Exception as error:  # noqa: BLE001 the status line may be out: the stream has to carry any error
+                response = error_response(error)
+                if not started:
+                    await response(scope, receive, send)
+                    return
+                await _send_event(send, bytes(response.body))
+            await _send_event(send, b"[DONE]")
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_event(send: Send, payload: bytes) -> None:
+    await send({"type": "http.response.body", "body": b"data: " + payload + b"\n\n", "more_body": True})
+
+
+class ApiKeyMiddleware:
+    """Lets through only requests that carry the key; health checks and pre-flight requests need none."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        open_to_all = scope["type"] != "http" or scope["method"] == "OPTIONS" or scope["path"].startswith("/health")
+        given = b"" if open_to_all else dict(scope["headers"]).get(b"authorization", b"")
+        if open_to_all or hmac.compare_digest(given, self._expected):
+            await self._app(scope, receive, send)
+            return
+        message = "the API key is wrong" if given else "the API key is missing: send it as a bearer token"
+        await error_response(ApiError(401, message, code="invalid_api_key"))(scope, receive, send)

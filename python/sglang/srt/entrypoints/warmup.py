@@ -1,0 +1,48 @@
+"""The first request, sent by the server itself, and what a server says when it is ready."""
+
+from __future__ import annotations
+
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+
+_WARMUP_TOKENS = 8
+_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+
+
+def probe_request(manager: TokenizerManager, max_new_tokens: int) -> GenerateReqInput:
+    """A greedy request with the shortest prompt there is."""
+    bos = manager.tokenizer.bos_token_id
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
+    return GenerateReqInput(prompts=((0 if bos is None else bos,),), sampling_params=(params,), stream=False)
+
+
+async def warm_up(manager: TokenizerManager) -> None:
+    """Generate a few tokens, so that the first user does not wait for what happens once; errors pass through."""
+    room = manager.limits.context_len - 1
+    await manager.generate_whole(probe_request(manager, min(_WARMUP_TOKENS, room)))
+
+
+def ready_message(server_args: ServerArgs) -> str:
+    """The line that programs wait for, and two ways to ask that work as they stand."""
+    host = _ANY_ADDRESS.get(server_args.host, server_args.host)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{server_args.port}/v1"
+    model = server_args.served_model_name or server_args.model_path
+    header = f' \\\n  -H "Authorization: Bearer {server_args.api_key}"' if server_args.api_key else ""
+    return f"""The server is fired up and ready to roll!
+
+Ask it from a shell:
+
+curl {url}/chat/completions -H "Content-Type: application/json"{header} \\
+  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is 7 plus 5?"}}]}}'
+
+or from Python:
+
+from openai import OpenAI
+client = OpenAI(base_url="{url}", api_key="{server_args.api_key or "none"}")
+reply = client.chat.completions.create(
+    model="{model}", messages=[{{"role": "user", "content": "What is 7 plus 5?"}}]
+)
+print(reply.choices[0].message.content)
+"""

@@ -1,0 +1,71 @@
+"""What a request may ask for, checked before the scheduler hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+_INT64_SPAN, _INT64_MAX = 1 << 64, (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Facts of the running scheduler, in tokens."""
+
+    context_len: int
+    max_req_input_len: int
+    max_total_num_tokens: int
+    vocab_size: int
+
+    @classmethod
+    def from_info(cls, info: dict[str, Any]) -> RequestLimits:
+        return cls(
+            context_len=info["context_len"],
+            max_req_input_len=info["max_req_input_len"],
+            max_total_num_tokens=info["max_total_num_tokens"],
+            vocab_size=info["vocab_size"],
+        )
+
+    def check_prompt(self, param: str, input_ids: Sequence[int]) -> None:
+        """``ValueError`` when the prompt is empty, too long, or has ids outside the vocabulary."""
+        if not input_ids:
+            raise ValueError(f"{param} is empty: give at least one token")
+        if len(input_ids) >= self.context_len:
+            raise ValueError(
+                f"{param} has {len(input_ids)} tokens, but the context length is {self.context_len} tokens and one "
+                "must be left for the answer: shorten the prompt"
+            )
+        if len(input_ids) > self.max_req_input_len:
+            raise ValueError(
+                f"{param} has {len(input_ids)} tokens, but the KV cache of this server holds prompts of at most "
+                f"{self.max_req_input_len} tokens: shorten the prompt, or start the server with more --max-total-tokens"
+            )
+        low, high = min(input_ids), max(input_ids)
+        if low < 0 or high >= self.vocab_size:
+            bad = low if low < 0 else high
+            raise ValueError(f"{param} has the token id {bad!r:.40}: ids must be from 0 to {self.vocab_size - 1}")
+
+    def fit_params(self, params: SamplingParams, prompt_len: int, index: int) -> SamplingParams:
+        """Controls of sample ``index`` of a prompt: checked against the limits, with its own seed and a length."""
+        room = self.context_len - prompt_len
+        if params.max_new_tokens is not None and params.max_new_tokens > room:
+            raise ValueError(
+                f"max_new_tokens is {params.max_new_tokens!r:.40}, but the prompt has {prompt_len} tokens and the "
+                f"context length is {self.context_len} tokens: ask for at most {room}"
+            )
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", [i for i, _ in params.logit_bias])):
+            if ids and max(ids) >= self.vocab_size:
+                raise ValueError(f"{name} has the token id {max(ids)!r:.40}: ids must be below {self.vocab_size}")
+        seed = params.sampling_seed
+        if seed is not None and index:
+            seed = seed + index if seed + index <= _INT64_MAX else seed + index - _INT64_SPAN
+        return replace(
+            params,
+            n=1,
+            sampling_seed=seed,
+            max_new_tokens=room if params.max_new_tokens is None else params.max_new_tokens,
+            top_k=-1 if params.top_k >= self.vocab_size else params.top_k,
+        )

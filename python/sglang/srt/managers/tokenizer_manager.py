@@ -1,0 +1,281 @@
+"""From a user's prompt to a stream of text: validates, tokenizes, sends to the scheduler, turns replies into text.
+
+Lives on one event loop. Several sequences (a list of prompts, ``n`` samples) are one call and one stream of outputs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.channel import ManagerChannel
+from sglang.srt.managers.detokenizer_manager import IncrementalDetokenizer, TokenPieces
+from sglang.srt.managers.generate_output import GenerateOutput, join_outputs
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenOut,
+    ControlReply,
+    ControlReq,
+    FromScheduler,
+    GenerateReqInput,
+    SchedulerReady,
+    TokenizedGenerateReqInput,
+    TokenOut,
+)
+from sglang.srt.managers.request_limits import RequestLimits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+# longer texts are tokenized in a thread, so that the streams of others go on
+_INLINE_TEXT_CHARS = 20_000
+
+
+class SchedulerDiedError(RuntimeError):
+    """The scheduler ended although nobody asked it to; the message names the cause."""
+
+
+class _Outbox:
+    """Outputs of one user request that nobody took yet, joined per sequence: a slow reader delays nobody."""
+
+    __slots__ = ("_waiting", "_error", "_changed")
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, GenerateOutput] = {}
+        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+
+    def put(self, output: GenerateOutput) -> None:
+        earlier = self._waiting.get(output.index)
+        self._waiting[output.index] = output if earlier is None else output.after(earlier)
+        self._changed.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._changed.set()
+
+    async def take(self) -> list[GenerateOutput]:
+        """Wait for outputs; at most one for each sequence. Raises the error given to ``fail``."""
+        await self._changed.wait()
+        self._changed.clear()
+        if self._error is not None:
+            raise self._error
+        outputs, self._waiting = list(self._waiting.values()), {}
+        return outputs
+
+
+@dataclass(slots=True)
+class _ReqState:
+    """One sequence on its way; the receive loop sets ``first_token_at`` (seconds, monotonic) at its first token."""
+
+    req: TokenizedGenerateReqInput
+    index: int
+    outbox: _Outbox
+    detokenizer: IncrementalDetokenizer
+    created_at: float
+    first_token_at: float | None = None
+
+    def output(self, out: TokenOut, now: float) -> GenerateOutput:
+        if self.first_token_at is None and out.token_ids:
+            self.first_token_at = now
+        return GenerateOutput(
+            index=self.index,
+            rid=out.rid,
+            text=self.detokenizer.feed(out.token_ids, out.finish_reason),
+            output_ids=out.token_ids,
+            finish_reason=out.finish_reason,
+            prompt_tokens=out.prompt_tokens,
+            completion_tokens=out.completion_tokens,
+            cached_tokens=out.cached_tokens,
+            spec=out.spec,
+            e2e_latency_s=now - self.created_at,
+            ttft_s=(now if self.first_token_at is None else self.first_token_at) - self.created_at,
+            queue_time_s=out.queue_time_s,
+        )
+
+
+class TokenizerManager:
+    """Front of a scheduler. ``start`` it on the event loop that uses it; ``ready`` is the scheduler's first message."""
+
+    def __init__(self, channel: ManagerChannel, tokenizer: PreTrainedTokenizerFast, ready: SchedulerReady) -> None:
+        self.tokenizer = tokenizer
+        self.limits = RequestLimits.from_info(ready.info)
+        self.scheduler_info = ready.info
+        self._channel = channel
+        self._pieces = TokenPieces(tokenizer)
+        self._states: dict[str, _ReqState] = {}
+        self._replies: dict[str, asyncio.Future[ControlReply]] = {}
+        self._died: SchedulerDiedError | None = None
+        self._receiver: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to receive replies on the running event loop."""
+        self._receiver = asyncio.get_running_loop().create_task(self._receive())
+
+    async def close(self) -> None:
+        """Stop receiving; requests that still wait fail."""
+        self._fail_all(SchedulerDiedError("the engine is shutting down"))
+        if self._receiver is not None:
+            self._receiver.cancel()
+            await asyncio.wait([self._receiver])
+        self._channel.close()
+
+    @property
+    def died(self) -> SchedulerDiedError | None:
+        """Why no request can be served any more; None while all is well."""
+        return self._died
+
+    @property
+    def num_pending(self) -> int:
+        """Sequences that were sent to the scheduler and have not ended."""
+        return len(self._states)
+
+    def scheduler_died(self, cause: str) -> None:
+        """Tell every waiting caller, now and later, that there is no scheduler."""
+        self._fail_all(SchedulerDiedError(cause))
+
+    async def generate_request(self, req: GenerateReqInput) -> AsyncGenerator[GenerateOutput, None]:
+        """Run all sequences of a request; yields outputs as they arrive, the last of each with a ``finish_reason``.
+
+        Closing the iterator aborts what is unfinished. Raises ``ValueError`` for a bad request before anything is sent,
+        ``RequestFailedError`` when the scheduler refuses a sequence, ``SchedulerDiedError`` when there is no scheduler.
+        """
+        states = await self._make_states(req)
+        if self._died is not None:
+            raise self._died
+        try:
+            for state in states:
+                if state.req.rid in self._states:
+                    raise ValueError(f"rid {state.req.rid!r:.200} is in use: give each running request its own")
+                self._states[state.req.rid] = state
+                self._channel.send(state.req)
+            unfinished = len(states)
+            while unfinished:
+                for output in await states[0].outbox.take():
+                    output.raise_if_failed()
+                    unfinished -= output.finish_reason is not None
+                    yield output
+        finally:
+            for state in states:
+                if self._states.get(state.req.rid) is state:
+                    del self._states[state.req.rid]
+                    self._send_abort(state.req.rid)
+
+    async def generate_whole(self, req: GenerateReqInput) -> list[GenerateOutput]:
+        """Run all sequences to their end; one output for each, in order. Cancelling aborts them."""
+        parts: dict[int, list[GenerateOutput]] = {}
+        async with contextlib.aclosing(self.generate_request(req)) as outputs:
+            async for output in outputs:
+                parts.setdefault(output.index, []).append(output)
+        return [join_outputs(parts[index]) for index in sorted(parts)]
+
+    def abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> int:
+        """Abort the request ``rid`` with all its samples, or all requests; returns how many sequences were running."""
+        mine = list(self._states) if abort_all else [r for r in self._states if r == rid or r.startswith(f"{rid}_")]
+        for running in mine:
+            self._send_abort(running)
+        return len(mine)
+
+    async def control(self, action: str, timeout_s: float = 60.0) -> ControlReply:
+        """Ask the scheduler. ``SchedulerDiedError`` when it is gone, ``asyncio.TimeoutError`` when it is silent."""
+        if self._died is not None:
+            raise self._died
+        request_id = uuid.uuid4().hex
+        reply = self._replies[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._channel.send(ControlReq(request_id, action))
+            return await asyncio.wait_for(reply, timeout_s)
+        finally:
+            del self._replies[request_id]
+
+    async def _make_states(self, req: GenerateReqInput) -> list[_ReqState]:
+        created_at = time.monotonic()
+        outbox = _Outbox()
+        states: list[_ReqState] = []
+        for position, (prompt, params) in enumerate(zip(req.prompts, req.sampling_params, strict=True)):
+            input_ids = prompt if isinstance(prompt, tuple) else await self.tokenize(prompt, req.param)
+            self.limits.check_prompt(req.param, input_ids)
+            rid = req.rids[position] if req.rids is not None else uuid.uuid4().hex
+            for sample in range(params.n):
+                fitted = self.limits.fit_params(params, len(input_ids), sample)
+                tokenized = TokenizedGenerateReqInput(
+                    rid=rid if params.n == 1 else f"{rid}_{sample}",
+                    input_ids=input_ids,
+                    sampling_params=fitted,
+                    stream=req.stream,
+                )
+                detokenizer = IncrementalDetokenizer(self._pieces, fitted)
+                states.append(_ReqState(tokenized, len(states), outbox, detokenizer, created_at))
+        return states
+
+    async def tokenize(self, text: str, param: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of a text, with one bos if the tokenizer adds it, also when the text brings its own.
+
+        ``ValueError`` naming ``param`` when the text is not Unicode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{param} is not valid Unicode at character {error.start}: {error.reason}") from None
+        if len(text) > _INLINE_TEXT_CHARS:
+            ids = await asyncio.to_thread(self._encode, text, add_special_tokens)
+        else:
+            ids = self._encode(text, add_special_tokens)
+        bos = self.tokenizer.bos_token_id
+        return tuple(ids[1:] if add_special_tokens and ids[:2] == [bos, bos] else ids)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+
+    def _send_abort(self, rid: str) -> None:
+        if self._died is None:
+            self._channel.send(AbortReq(rid))
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                self._handle(await self._channel.recv())
+        except Exception as error:  # nobody awaits this task: whatever broke it must reach those who wait for replies
+            logger.exception("receiving from the scheduler failed")
+            self._fail_all(SchedulerDiedError(f"receiving from the scheduler failed: {error!r}"))
+
+    def _handle(self, msg: FromScheduler) -> None:
+        if isinstance(msg, BatchTokenOut):
+            self._deliver(msg)
+            return
+        if isinstance(msg, SchedulerReady):
+            # the first message was taken by whoever started the scheduler; a later one is its last word
+            self._fail_all(SchedulerDiedError(msg.error or "the scheduler started anew"))
+            return
+        reply = self._replies.get(msg.request_id)
+        if reply is not None and not reply.done():
+            reply.set_result(msg)
+
+    def _deliver(self, batch: BatchTokenOut) -> None:
+        now = time.monotonic()
+        for out in batch.outs:
+            # a request that its user left is no longer here, and its last replies mean nothing
+            state = self._states.get(out.rid)
+            if state is None:
+                continue
+            if out.finish_reason is not None:
+                del self._states[out.rid]
+            state.outbox.put(state.output(out, now))
+
+    def _fail_all(self, error: SchedulerDiedError) -> None:
+        if self._died is None:
+            self._died = error
+        for state in self._states.values():
+            state.outbox.fail(self._died)
+        self._states.clear()
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(self._died)
