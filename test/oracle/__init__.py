@@ -1,1 +1,1 @@
-"""Independent implementations that tests compare the engine with. Nothing here imports ``sglang``."""
+"""Independent implementations that tests compare the engine with, and a probe that shows the engine's numbers."""
