@@ -1,0 +1,126 @@
+"""What a step's result means for its requests: tokens kept, KV committed or closed, and replies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sglang.srt.managers.detokenizer_manager import TokenPieces
+from sglang.srt.managers.io_struct import FinishReason, SpecStats, TokenizedGenerateReqInput, TokenOut
+from sglang.srt.managers.metrics import SchedulerMetrics
+from sglang.srt.managers.schedule_batch import GenerationBatchResult, Req, ScheduleBatch
+from sglang.srt.managers.stop_checker import check_stop
+from sglang.srt.mem_cache.kv_manager import KVCacheManager
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+
+class OutputProcessor:
+    """Edits requests after a step. A request that ends here loses its KV, which is how others see that it ended."""
+
+    def __init__(
+        self,
+        kv_manager: KVCacheManager,
+        pieces: TokenPieces | None,
+        metrics: SchedulerMetrics,
+        *,
+        stream_interval: int,
+        num_drafts: int,
+    ) -> None:
+        self._kv_manager = kv_manager
+        self._pieces = pieces
+        self._metrics = metrics
+        self._stream_interval = stream_interval
+        self._num_drafts = num_drafts
+
+    def apply(self, batch: ScheduleBatch, result: GenerationBatchResult) -> list[TokenOut]:
+        """Take the result of a step; returns the replies that are due."""
+        tokens = result.next_token_ids.tolist()
+        runs = [row[:accept_len] for row, accept_len in zip(tokens, result.accept_lens.tolist(), strict=True)]
+        if batch.mode is ForwardMode.EXTEND:
+            self._apply_extend(batch, runs)
+        else:
+            self._apply_decode(batch, runs, result.num_drafts)
+        return [out for req in batch.reqs if (out := self._due_output(req)) is not None]
+
+    def abort(self, req: Req, message: str, status: int | None) -> TokenOut:
+        """End a request at whatever stage it is; returns its final reply."""
+        self._metrics.totals.num_aborted += 1
+        self._finish(req, FinishReason("abort", message=message, status=status))
+        return self._output(req)
+
+    def refuse(self, message: TokenizedGenerateReqInput, text: str, status: int) -> TokenOut:
+        """The only reply to a request that is not taken."""
+        self._metrics.totals.num_aborted += 1
+        finish = FinishReason("abort", message=text, status=status)
+        spec = SpecStats(0, 0, 0, (0,) * self._num_drafts) if self._num_drafts else None
+        return TokenOut(message.rid, (), finish, len(message.input_ids), 0, 0, spec, queue_time_s=0.0)
+
+    def _apply_extend(self, batch: ScheduleBatch, runs: Sequence[Sequence[int]]) -> None:
+        self._metrics.totals.prefill_steps += 1
+        for req, extend_len, run in zip(batch.reqs, batch.extend_lens, runs, strict=True):
+            assert req.kv is not None
+            self._kv_manager.commit(req.kv, req.kv.committed_len + extend_len)
+            self._kv_manager.cache_unfinished(req.kv, req.token_ids)
+            if req.kv.committed_len == len(req.token_ids):
+                self._append(req, run)
+
+    def _apply_decode(self, batch: ScheduleBatch, runs: Sequence[Sequence[int]], num_drafts: int) -> None:
+        gained = 0
+        for req, run in zip(batch.reqs, runs, strict=True):
+            kept = self._append(req, run)
+            gained += kept
+            if num_drafts:
+                # the last token of a run is the target's own, those before it are accepted drafts
+                self._count_accepted(req, min(kept, len(run) - 1))
+        self._metrics.count_decode(len(batch.reqs), gained)
+
+    def _append(self, req: Req, run: Sequence[int]) -> int:
+        """Keep what the request gets of its run, commit what is in the pool, and end it if it ends; tokens kept."""
+        kept, finish = check_stop(req, run, self._pieces)
+        if kept:
+            req.token_ids.extend(run[:kept])
+            assert req.kv is not None
+            self._kv_manager.commit(req.kv, len(req.token_ids) - 1)
+        self._metrics.totals.completion_tokens += kept
+        if finish is not None:
+            self._metrics.totals.num_finished += 1
+            self._finish(req, finish)
+        return kept
+
+    def _count_accepted(self, req: Req, num_accepted: int) -> None:
+        if not req.accepted_by_position:
+            req.accepted_by_position = [0] * self._num_drafts
+        req.verify_ct += 1
+        self._metrics.totals.verify_ct += 1
+        for position in range(num_accepted):
+            req.accepted_by_position[position] += 1
+            self._metrics.totals.accepted_by_position[position] += 1
+
+    def _finish(self, req: Req, finish: FinishReason) -> None:
+        req.finish = finish
+        if req.kv is not None:
+            self._kv_manager.close(req.kv, req.token_ids)
+            req.kv = None
+
+    def _due_output(self, req: Req) -> TokenOut | None:
+        """The reply that a step owes a request; a stream gets its first token at once."""
+        unsent = req.output_len - req.sent_len
+        is_due = req.stream and unsent > 0 and (unsent >= self._stream_interval or req.sent_len == 0)
+        return self._output(req) if is_due or req.finish is not None else None
+
+    def _output(self, req: Req) -> TokenOut:
+        token_ids = tuple(req.token_ids[req.prompt_len + req.sent_len :])
+        req.sent_len = req.output_len
+        return TokenOut(
+            rid=req.rid,
+            token_ids=token_ids,
+            finish_reason=req.finish,
+            prompt_tokens=req.prompt_len,
+            completion_tokens=req.output_len,
+            cached_tokens=req.cached_len or 0,
+            spec=self._spec_stats(req) if self._num_drafts else None,
+            queue_time_s=0.0 if req.first_run_s is None else req.first_run_s - req.arrival_s,
+        )
+
+    def _spec_stats(self, req: Req) -> SpecStats:
+        by_position = tuple(req.accepted_by_position) or (0,) * self._num_drafts
+        return SpecStats(req.verify_ct, sum(by_position), req.verify_ct * self._num_drafts, by_position)

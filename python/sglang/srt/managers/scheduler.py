@@ -1,0 +1,327 @@
+"""The engine's loop: receive, schedule, run, apply, reply. One thread, and no work that is not in a step."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang.srt.managers.admission import make_limits, make_req
+from sglang.srt.managers.channel import SchedulerChannel, ZmqSchedulerChannel
+from sglang.srt.managers.detokenizer_manager import TokenPieces
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenOut,
+    ControlReply,
+    ControlReq,
+    SchedulerReady,
+    TokenizedGenerateReqInput,
+    TokenOut,
+    ToScheduler,
+)
+from sglang.srt.managers.metrics import Load, SchedulerMetrics
+from sglang.srt.managers.model_worker import ModelWorker
+from sglang.srt.managers.output_processor import OutputProcessor
+from sglang.srt.managers.running_batch import RunningBatch, make_sampling_info, open_rows
+from sglang.srt.managers.schedule_batch import GenerationBatchResult, Req, ScheduleBatch
+from sglang.srt.managers.schedule_policy import PrefillPlanner, WaitingOrder, make_room_for_decode
+from sglang.srt.managers.self_test import run_self_test, self_test_ids
+from sglang.srt.managers.worker_factory import create_worker
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.server_args_slices import ScheduleConfig
+from sglang.srt.utils.device import make_device
+from sglang.srt.utils.hf_transformers.tokenizer import load_tokenizer
+from sglang.srt.utils.log import configure_logger
+
+logger = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Owns every request from its arrival to its final reply.
+
+    A request is in exactly one place: ``waiting`` (also after a retraction), ``chunked`` (its prompt is being
+    prefilled over several steps), or ``running`` (it decodes).
+    """
+
+    def __init__(
+        self,
+        worker: ModelWorker,
+        config: ScheduleConfig,
+        channel: SchedulerChannel,
+        *,
+        device: torch.device,
+        pieces: TokenPieces | None,
+        random_seed: int,
+    ) -> None:
+        self.worker = worker
+        self.config = config
+        self.channel = channel
+        self.kv_manager = worker.kv_manager
+        self.facts = worker.describe()
+        self.limits = make_limits(self.facts, worker.capabilities, has_tokenizer=pieces is not None)
+        num_drafts = worker.capabilities.max_tokens_per_step - 1
+        self.metrics = SchedulerMetrics(num_drafts)
+        self.waiting: list[Req] = []
+        self.chunked: Req | None = None
+        self.running = RunningBatch(device)
+        self._device = device
+        self._seeds = random.Random(random_seed)
+        self._order = WaitingOrder(config.policy, self.kv_manager, random_seed)
+        self._planner = PrefillPlanner(self.kv_manager, config, _max_running(self.facts, config), num_drafts + 1)
+        self._output = OutputProcessor(
+            self.kv_manager, pieces, self.metrics, stream_interval=config.stream_interval, num_drafts=num_drafts
+        )
+        self._outs: list[TokenOut] = []
+        self._extended_last = False
+        self._shutdown: ControlReq | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running.reqs) or self.chunked is not None
+
+    def event_loop(self) -> None:
+        """Serve until a shutdown is asked for; an idle loop sleeps in ``recv``.
+
+        Raises RuntimeError when a failed step left the KV memory out of balance.
+        """
+        while self._shutdown is None:
+            idle = not self.has_work
+            messages = self.channel.recv(None if idle else 0)
+            if idle:
+                self.metrics.begin_interval()
+            for message in messages:
+                self.handle(message)
+            if self.has_work:
+                self.step()
+            self._send_outputs()
+        self.abort(AbortReq(None, abort_all=True))
+        self._send_outputs()
+        self.channel.send(ControlReply(self._shutdown.request_id, True, "", {}))
+
+    def handle(self, message: ToScheduler) -> None:
+        if isinstance(message, TokenizedGenerateReqInput):
+            self.submit(message)
+        elif isinstance(message, AbortReq):
+            self.abort(message)
+        elif message.action == "shutdown":
+            self._shutdown = message
+        else:
+            ok, text, data = self._control(message)
+            self.channel.send(ControlReply(message.request_id, ok, text, data))
+
+    def submit(self, message: TokenizedGenerateReqInput) -> None:
+        """Queue a request, or answer at once that it cannot be served."""
+        self.metrics.totals.num_requests += 1
+        try:
+            req = make_req(message, self.limits, self._seeds, time.monotonic())
+        except ValueError as error:
+            self._outs.append(self._output.refuse(message, str(error), 400))
+            return
+        limit = self.config.max_queued_requests
+        if limit is not None and len(self.waiting) >= limit:
+            text = f"the queue is full ({limit} requests are waiting): try again later"
+            self._outs.append(self._output.refuse(message, text, 503))
+            return
+        self.waiting.append(req)
+
+    def abort(self, message: AbortReq) -> None:
+        """End the requests that ``message`` names; an id that is not here has ended already."""
+        here = [*self.waiting, *(() if self.chunked is None else (self.chunked,)), *self.running.reqs]
+        for req in here:
+            if message.abort_all or req.rid == message.rid:
+                self._outs.append(self._output.abort(req, "the request was aborted", None))
+        self._forget_finished()
+
+    def step(self) -> None:
+        """Run one batch and apply its result. Needs work to do."""
+        batch = self._next_batch()
+        try:
+            result = self.worker.forward_batch_generation(batch)
+        except Exception:  # whatever a model's code raises must not end the other requests
+            logger.exception("a step of %d requests failed", len(batch.reqs))
+            self._fail(batch)
+            return
+        self._outs += self._output.apply(batch, result)
+        self._update_running(batch, result)
+        if batch.mode is ForwardMode.DECODE:
+            self._planner.ratio.decay()
+            if self.metrics.totals.decode_steps % self.config.decode_log_interval == 0:
+                self.metrics.log_decode(self.load())
+
+    def run_alone(self, message: TokenizedGenerateReqInput) -> TokenOut:
+        """Run one request, not streamed, to its end without the channel; its final reply. Needs an idle scheduler."""
+        assert not self.has_work, f"{message.rid} is to run alone"
+        self.submit(message)
+        while self.has_work:
+            self.step()
+        return self._outs.pop()
+
+    def reset(self) -> None:
+        """Empty cache and counters, as if just started."""
+        flushed = self.kv_manager.flush()
+        assert flushed, "requests are running"
+        self.metrics.reset()
+
+    def _send_outputs(self) -> None:
+        if self._outs:
+            self.channel.send(BatchTokenOut(tuple(self._outs)))
+            self._outs.clear()
+
+    def _next_batch(self) -> ScheduleBatch:
+        """Prefill first; but chunks of one prompt take turns with decode steps, so that streams go on."""
+        decode_turn = self._extended_last and self.chunked is not None and bool(self.running.reqs)
+        batch = None if decode_turn else self._next_extend()
+        if batch is None and self.running.reqs:
+            self._make_room()
+            if self.running.reqs:
+                self._extended_last = False
+                return self.running.to_batch()
+        batch = batch or self._next_extend()
+        assert batch is not None, f"nothing can run: {len(self.waiting)} waiting, {self.kv_manager.stats()}"
+        self._extended_last = True
+        return batch
+
+    def _next_extend(self) -> ScheduleBatch | None:
+        if not self.waiting and self.chunked is None:
+            return None
+        self._order.sort(self.waiting)
+        plan = self._planner.plan(self.waiting, self.running.reqs, self.chunked)
+        if plan is None:
+            return None
+        admitted = [req for req in plan.reqs if req is not self.chunked]
+        # the planner takes from the beginning of the queue
+        del self.waiting[: len(admitted)]
+        self.chunked = plan.chunked
+        for req in admitted:
+            self._note_admission(req)
+        num_cached = sum(req.kv.cached_len for req in admitted if req.kv is not None)
+        self.metrics.log_prefill(self.load(), len(admitted), sum(plan.extend_lens), num_cached)
+        info = make_sampling_info(plan.reqs, self._device)
+        return ScheduleBatch(ForwardMode.EXTEND, plan.reqs, plan.extend_lens, info, None)
+
+    def _note_admission(self, req: Req) -> None:
+        if req.first_run_s is not None:
+            return
+        assert req.kv is not None
+        req.first_run_s = time.monotonic()
+        req.cached_len = req.kv.cached_len
+        self.metrics.totals.prompt_tokens += req.prompt_len
+        self.metrics.totals.cached_tokens += req.cached_len
+
+    def _make_room(self) -> None:
+        """Slots for the next decode step of all running requests, or of those that remain."""
+        width = self.worker.capabilities.max_tokens_per_step
+        retracted = make_room_for_decode(self.kv_manager, self.running.reqs, self.chunked, width)
+        if not retracted:
+            return
+        if self.chunked in retracted:
+            self.chunked = None
+        self.running.keep_open()
+        self.waiting[:0] = reversed(retracted)
+        self.metrics.totals.num_retractions += len(retracted)
+        self._planner.ratio.rise()
+        logger.info("KV pool is full. #retracted-req: %d, #running-req: %d", len(retracted), len(self.running.reqs))
+
+    def _update_running(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
+        if batch.mode is ForwardMode.EXTEND:
+            complete = [row for row in open_rows(batch.reqs) if batch.reqs[row] is not self.chunked]
+            self.running.add(batch, complete, result.next_draft_input)
+        else:
+            self.running.spec_info = result.next_draft_input
+            self.running.keep_open()
+
+    def _fail(self, batch: ScheduleBatch) -> None:
+        for req in batch.reqs:
+            self._outs.append(self._output.abort(req, "the step that ran this request failed, see the log", 500))
+        self._forget_finished()
+        self.kv_manager.check_integrity()
+
+    def _forget_finished(self) -> None:
+        self.waiting = [req for req in self.waiting if req.finish is None]
+        if self.chunked is not None and self.chunked.finish is not None:
+            self.chunked = None
+        self.running.keep_open()
+
+    def _control(self, message: ControlReq) -> tuple[bool, str, dict[str, Any]]:
+        if message.action == "server_info":
+            return True, "", self.server_info()
+        if message.action == "flush_cache":
+            flushed = not self.has_work and self.kv_manager.flush()
+            return flushed, "" if flushed else "requests are running or waiting: flush the cache when they ended", {}
+        if message.action == "check_integrity":
+            try:
+                self.kv_manager.check_integrity()
+            except RuntimeError as error:
+                return False, str(error), {}
+            return True, "", asdict(self.kv_manager.stats())
+        assert message.action == "ping", message
+        return True, "", {}
+
+    def server_info(self) -> dict[str, Any]:
+        """Facts and counts as plain data."""
+        load = self.load()
+        return {
+            **self.metrics.to_dict(),
+            "num_running_reqs": load.num_running,
+            "num_queue_reqs": load.num_queued,
+            "token_usage": load.token_usage,
+            "kv_cache": asdict(self.kv_manager.stats()),
+            "worker": self.facts,
+        }
+
+    def load(self) -> Load:
+        total = self.kv_manager.total_tokens
+        num_running = len(self.running.reqs) + (self.chunked is not None)
+        return Load(num_running, len(self.waiting), total - self.kv_manager.available_tokens, total)
+
+
+def _max_running(facts: dict[str, Any], config: ScheduleConfig) -> int:
+    rows: int = facts["max_running_requests"]
+    return rows if config.max_running_requests is None else min(rows, config.max_running_requests)
+
+
+def run_scheduler(server_args: ServerArgs, channel: SchedulerChannel) -> None:
+    """Build the engine from resolved arguments, say that it is ready (or why not), and serve until shutdown."""
+    try:
+        scheduler, info = _start(server_args, channel)
+    except ValueError as error:
+        channel.send(SchedulerReady({}, error=str(error)))
+        return
+    channel.send(SchedulerReady(info))
+    scheduler.event_loop()
+
+
+def run_scheduler_process(server_args: ServerArgs, port_args: PortArgs) -> None:
+    """``run_scheduler`` as the body of a process, over ZMQ."""
+    configure_logger(server_args.log_level, prefix="scheduler")
+    channel = ZmqSchedulerChannel(port_args)
+    try:
+        run_scheduler(server_args, channel)
+    finally:
+        channel.close()
+
+
+def _start(server_args: ServerArgs, channel: SchedulerChannel) -> tuple[Scheduler, dict[str, Any]]:
+    assert server_args.tokenizer_path is not None and server_args.random_seed is not None, "arguments are not resolved"
+    tokenizer = load_tokenizer(Path(server_args.tokenizer_path), trust_remote_code=server_args.trust_remote_code)
+    scheduler = Scheduler(
+        create_worker(server_args),
+        server_args.schedule_config(),
+        channel,
+        device=make_device(server_args.device).torch_device,
+        pieces=TokenPieces(tokenizer),
+        random_seed=server_args.random_seed,
+    )
+    info = {**scheduler.facts, "max_req_input_len": scheduler.limits.max_req_input_len}
+    logger.info("Engine: %s", ", ".join(f"{name}: {value}" for name, value in info.items()))
+    if scheduler.worker.capabilities.max_tokens_per_step > 1:
+        prompt = self_test_ids(tokenizer)[: scheduler.limits.max_req_input_len]
+        info["spec_self_test"] = run_self_test(scheduler.run_alone, prompt)
+        scheduler.reset()
+    return scheduler, info
