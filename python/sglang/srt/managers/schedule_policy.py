@@ -110,6 +110,10 @@ class PrefillPlanner:
             reserved += self._future_tokens(req) - extend_len
         return plan
 
+    def has_room(self, running: Sequence[Req], chunked: Req | None) -> bool:
+        """Whether one more request may run, as far as their number goes."""
+        return len(running) + (chunked is not None) < self._max_running_requests
+
     def _next_chunk(self, req: Req) -> int:
         """Grow a request for its next chunk and return the chunk's length; 0 when memory is short."""
         assert req.kv is not None

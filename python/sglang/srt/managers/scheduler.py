@@ -188,9 +188,11 @@ class Scheduler:
         return batch
 
     def _next_extend(self) -> ScheduleBatch | None:
-        if not self.waiting and self.chunked is None:
+        can_admit = bool(self.waiting) and self._planner.has_room(self.running.reqs, self.chunked)
+        if not can_admit and self.chunked is None:
             return None
-        self._order.sort(self.waiting)
+        if can_admit:
+            self._order.sort(self.waiting)
         plan = self._planner.plan(self.waiting, self.running.reqs, self.chunked)
         if plan is None:
             return None
