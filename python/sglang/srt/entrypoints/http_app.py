@@ -121,7 +121,7 @@ def _add_health(app: FastAPI, ctx: Context) -> None:
     @app.get("/health")
     async def health() -> Response:
         if ctx.manager.died is not None:
-            raise ApiError(503, str(ctx.manager.died))
+            raise ApiError(503, ctx.manager.died)
         return Response()
 
     @app.get("/health_generate")
@@ -144,7 +144,9 @@ def _add_administration(app: FastAPI, ctx: Context) -> None:
     @app.api_route("/flush_cache", methods=["GET", "POST"])
     async def flush_cache() -> Response:
         reply = await ctx.manager.control("flush_cache")
-        return json_response({"success": reply.ok, "message": reply.message}, 200 if reply.ok else 400)
+        return json_response(
+            {"success": reply.ok, "message": reply.message or "the cache is empty"}, 200 if reply.ok else 400
+        )
 
     @app.post("/abort_request")
     async def abort_request(request: Request) -> Response:

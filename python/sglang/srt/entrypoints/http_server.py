@@ -124,7 +124,7 @@ async def _serve(
     died = manager.died
     await manager.close()
     if died is not None:
-        raise ServerError(str(died))
+        raise ServerError(died)
 
 
 async def _announce(server_args: ServerArgs, server: _Server) -> None:

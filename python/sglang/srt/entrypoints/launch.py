@@ -16,8 +16,7 @@ from sglang.srt.managers.tokenizer_manager import SchedulerDiedError
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 _PR_SET_PDEATHSIG = 1
-# steps of ending a process, each with the seconds it has before the next harder one
-_SHUTDOWN_S, _TERMINATE_S = 10.0, 3.0
+_SHUTDOWN_S = 10.0
 # an error that the scheduler sent just before it ended may still be on its way
 _LAST_WORDS_S = 1.0
 
@@ -30,7 +29,7 @@ class SchedulerProcess:
         self.channel = ZmqManagerChannel(self._port_args)
         # a fresh interpreter: a fork would copy the threads' locks of the libraries loaded here
         self._process = multiprocessing.get_context("spawn").Process(
-            target=_run, args=(server_args, self._port_args, os.getpid()), name="sglang-scheduler"
+            target=_run, args=(server_args, self._port_args, os.getpid()), name="sglang-scheduler", daemon=True
         )
         self._process.start()
 
@@ -77,9 +76,6 @@ class SchedulerProcess:
         self.channel.send(ControlReq("shutdown", "shutdown"))
         self._process.join(_SHUTDOWN_S)
         if self._process.is_alive():
-            self._process.terminate()
-            self._process.join(_TERMINATE_S)
-        if self._process.is_alive():
             self._process.kill()
             self._process.join()
         self.channel.close()
@@ -94,8 +90,9 @@ class SchedulerProcess:
 
 
 def _run(server_args: ServerArgs, port_args: PortArgs, parent_pid: int) -> None:
-    """Body of the process. Ctrl-C reaches every process of a terminal; only the parent decides what it means."""
+    """Body of the process. Both signals often reach all processes of a server; the parent decides what they mean."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         return  # the parent died before the kernel knew whom to watch

@@ -60,12 +60,16 @@ def parse_generate_request(body: Mapping[str, Any]) -> GenerateReqInput:
         prompts, is_single = parse_texts("text", text)
     else:
         prompts, is_single = parse_ids("input_ids", input_ids)
+    given = body.get("sampling_params")
     return GenerateReqInput(
         prompts=tuple(prompts),
-        sampling_params=_parse_sampling(body.get("sampling_params"), len(prompts)),
+        sampling_params=_parse_sampling(given, len(prompts)),
         stream=bool(stream),
         rids=_parse_rids(body.get("rid"), len(prompts)),
         is_single=is_single,
+        clamp_length=not any(
+            "max_new_tokens" in item for item in (given if isinstance(given, list) else [given or {}])
+        ),
         param="input_ids" if text is None else "text",
     )
 

@@ -100,6 +100,7 @@ class RequestOptions:
     sampling_params: SamplingParams
     stream: bool
     include_usage: bool
+    clamp_length: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,8 @@ def in_openai_terms(error: ValueError, body: Mapping[str, Any]) -> ApiError:
     names = {internal: field for field, internal in _SAMPLING_FIELDS.items()}
     if body.get("max_completion_tokens") is not None:
         names["max_new_tokens"] = "max_completion_tokens"
-    message = re.sub(r"^\w+(?= )|(?<= )(?:max|min)_new_tokens(?= )", lambda m: names.get(m[0], m[0]), str(error))
+    text = str(error).removeprefix("sampling_params.")
+    message = re.sub(r"^\w+(?= )|(?<= )(?:max|min)_new_tokens(?= )", lambda m: names.get(m[0], m[0]), text)
     field = message.split(" ", 1)[0]
     code = "context_length_exceeded" if "context length" in message else None
     return ApiError(400, message, param=field if field in body else None, code=code)
@@ -171,6 +173,7 @@ def _parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any], length_
         sampling_params=SamplingParams.from_dict({**defaults, **given}),
         stream=stream,
         include_usage=_parse_stream_options(body.get("stream_options"), stream),
+        clamp_length="max_new_tokens" not in given,
     )
 
 

@@ -99,6 +99,7 @@ class OpenAIServing:
             sampling_params=(options.sampling_params,) * len(prompts),
             stream=options.stream,
             rids=None if options.rid is None else (options.rid,),
+            clamp_length=options.clamp_length,
             param=param,
         )
         return _Completion(self._manager, body, options, request, shape, self._model_name)

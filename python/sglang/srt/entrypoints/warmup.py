@@ -22,6 +22,8 @@ async def warm_up(manager: TokenizerManager) -> None:
     """Generate a few tokens, so that the first user does not wait for what happens once; errors pass through."""
     room = manager.limits.context_len - 1
     await manager.generate_whole(probe_request(manager, min(_WARMUP_TOKENS, room)))
+    # users must not meet a prefix in the cache that none of them sent
+    await manager.control("flush_cache")
 
 
 def ready_message(server_args: ServerArgs) -> str:
@@ -35,14 +37,14 @@ def ready_message(server_args: ServerArgs) -> str:
 Ask it from a shell:
 
 curl {url}/chat/completions -H "Content-Type: application/json"{header} \\
-  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is 7 plus 5?"}}]}}'
+  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is 7 + 5?"}}]}}'
 
 or from Python:
 
 from openai import OpenAI
 client = OpenAI(base_url="{url}", api_key="{server_args.api_key or "none"}")
 reply = client.chat.completions.create(
-    model="{model}", messages=[{{"role": "user", "content": "What is 7 plus 5?"}}]
+    model="{model}", messages=[{{"role": "user", "content": "What is 7 + 5?"}}]
 )
 print(reply.choices[0].message.content)
 """

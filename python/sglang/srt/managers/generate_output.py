@@ -43,10 +43,17 @@ class GenerateOutput:
         return replace(self, text=earlier.text + self.text, output_ids=earlier.output_ids + self.output_ids)
 
     def raise_if_failed(self) -> None:
-        """``RequestFailedError`` when the sequence ended as a failure; an abort that a user asked for is none."""
+        """``ValueError`` when the scheduler found the request at fault, ``RequestFailedError`` when it failed it.
+
+        An abort that a user asked for is no failure.
+        """
         reason = self.finish_reason
-        if reason is not None and reason.type == "abort" and reason.status is not None:
-            raise RequestFailedError(reason.message or "the request was aborted", reason.status)
+        if reason is None or reason.type != "abort" or reason.status is None:
+            return
+        message = reason.message or "the request was aborted"
+        if reason.status == 400:
+            raise ValueError(message)
+        raise RequestFailedError(message, reason.status)
 
     def meta_info(self) -> dict[str, Any]:
         """The ``meta_info`` object of the native API; ``spec_*`` only when speculation ran."""

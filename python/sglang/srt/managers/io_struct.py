@@ -39,7 +39,8 @@ class GenerateReqInput:
     """One user request before tokenizing: a prompt (text or token ids) with its sampling controls per sequence wanted.
 
     ``rids`` has one id per prompt, or is None to have them made. ``is_single`` remembers that the user sent one prompt
-    and not a list. ``param`` names the field that held the prompts, for error messages.
+    and not a list. ``clamp_length`` allows to lower ``max_new_tokens``, which the user did not choose, to what the
+    context leaves. ``param`` names the field that held the prompts, for error messages.
     """
 
     prompts: tuple[str | tuple[int, ...], ...]
@@ -47,6 +48,7 @@ class GenerateReqInput:
     stream: bool
     rids: tuple[str, ...] | None = None
     is_single: bool = True
+    clamp_length: bool = False
     param: str = "text"
 
 

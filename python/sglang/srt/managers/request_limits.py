@@ -48,13 +48,21 @@ class RequestLimits:
             bad = low if low < 0 else high
             raise ValueError(f"{param} has the token id {bad!r:.40}: ids must be from 0 to {self.vocab_size - 1}")
 
-    def fit_params(self, params: SamplingParams, prompt_len: int, index: int) -> SamplingParams:
-        """Controls of sample ``index`` of a prompt: checked against the limits, with its own seed and a length."""
+    def fit_params(self, params: SamplingParams, prompt_len: int, index: int, *, clamp_length: bool) -> SamplingParams:
+        """Controls of sample ``index`` of a prompt: checked against the limits, with its own seed and a length.
+
+        ``ValueError`` when the length does not fit, unless ``clamp_length`` allows to lower it.
+        """
         room = self.context_len - prompt_len
-        if params.max_new_tokens is not None and params.max_new_tokens > room:
+        wanted = room if params.max_new_tokens is None else params.max_new_tokens
+        if wanted > room and not clamp_length:
             raise ValueError(
                 f"max_new_tokens is {params.max_new_tokens!r:.40}, but the prompt has {prompt_len} tokens and the "
                 f"context length is {self.context_len} tokens: ask for at most {room}"
+            )
+        if params.min_new_tokens > room:
+            raise ValueError(
+                f"min_new_tokens is {params.min_new_tokens!r:.40}, but the context leaves {room}: lower it"
             )
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", [i for i, _ in params.logit_bias])):
             if ids and max(ids) >= self.vocab_size:
@@ -66,6 +74,6 @@ class RequestLimits:
             params,
             n=1,
             sampling_seed=seed,
-            max_new_tokens=room if params.max_new_tokens is None else params.max_new_tokens,
+            max_new_tokens=min(wanted, room),
             top_k=-1 if params.top_k >= self.vocab_size else params.top_k,
         )

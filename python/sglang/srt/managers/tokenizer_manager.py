@@ -113,7 +113,7 @@ class TokenizerManager:
         self._pieces = TokenPieces(tokenizer)
         self._states: dict[str, _ReqState] = {}
         self._replies: dict[str, asyncio.Future[ControlReply]] = {}
-        self._died: SchedulerDiedError | None = None
+        self._died: str | None = None
         self._receiver: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -121,15 +121,14 @@ class TokenizerManager:
         self._receiver = asyncio.get_running_loop().create_task(self._receive())
 
     async def close(self) -> None:
-        """Stop receiving; requests that still wait fail."""
-        self._fail_all(SchedulerDiedError("the engine is shutting down"))
+        """Stop receiving; requests that still wait fail. The channel stays open for whoever made it."""
+        self.scheduler_died("the engine is shutting down")
         if self._receiver is not None:
             self._receiver.cancel()
             await asyncio.wait([self._receiver])
-        self._channel.close()
 
     @property
-    def died(self) -> SchedulerDiedError | None:
+    def died(self) -> str | None:
         """Why no request can be served any more; None while all is well."""
         return self._died
 
@@ -139,8 +138,14 @@ class TokenizerManager:
         return len(self._states)
 
     def scheduler_died(self, cause: str) -> None:
-        """Tell every waiting caller, now and later, that there is no scheduler."""
-        self._fail_all(SchedulerDiedError(cause))
+        """Tell every caller, now and later, that there is no scheduler. The first cause is the one that is told."""
+        self._died = self._died or cause
+        for state in self._states.values():
+            state.outbox.fail(SchedulerDiedError(self._died))
+        self._states.clear()
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(SchedulerDiedError(self._died))
 
     async def generate_request(self, req: GenerateReqInput) -> AsyncGenerator[GenerateOutput, None]:
         """Run all sequences of a request; yields outputs as they arrive, the last of each with a ``finish_reason``.
@@ -150,7 +155,7 @@ class TokenizerManager:
         """
         states = await self._make_states(req)
         if self._died is not None:
-            raise self._died
+            raise SchedulerDiedError(self._died)
         try:
             for state in states:
                 if state.req.rid in self._states:
@@ -187,7 +192,7 @@ class TokenizerManager:
     async def control(self, action: str, timeout_s: float = 60.0) -> ControlReply:
         """Ask the scheduler. ``SchedulerDiedError`` when it is gone, ``asyncio.TimeoutError`` when it is silent."""
         if self._died is not None:
-            raise self._died
+            raise SchedulerDiedError(self._died)
         request_id = uuid.uuid4().hex
         reply = self._replies[request_id] = asyncio.get_running_loop().create_future()
         try:
@@ -205,7 +210,7 @@ class TokenizerManager:
             self.limits.check_prompt(req.param, input_ids)
             rid = req.rids[position] if req.rids is not None else uuid.uuid4().hex
             for sample in range(params.n):
-                fitted = self.limits.fit_params(params, len(input_ids), sample)
+                fitted = self.limits.fit_params(params, len(input_ids), sample, clamp_length=req.clamp_length)
                 tokenized = TokenizedGenerateReqInput(
                     rid=rid if params.n == 1 else f"{rid}_{sample}",
                     input_ids=input_ids,
@@ -245,7 +250,7 @@ class TokenizerManager:
                 self._handle(await self._channel.recv())
         except Exception as error:  # nobody awaits this task: whatever broke it must reach those who wait for replies
             logger.exception("receiving from the scheduler failed")
-            self._fail_all(SchedulerDiedError(f"receiving from the scheduler failed: {error!r}"))
+            self.scheduler_died(f"receiving from the scheduler failed: {error!r}")
 
     def _handle(self, msg: FromScheduler) -> None:
         if isinstance(msg, BatchTokenOut):
@@ -253,7 +258,7 @@ class TokenizerManager:
             return
         if isinstance(msg, SchedulerReady):
             # the first message was taken by whoever started the scheduler; a later one is its last word
-            self._fail_all(SchedulerDiedError(msg.error or "the scheduler started anew"))
+            self.scheduler_died(msg.error or "the scheduler started anew")
             return
         reply = self._replies.get(msg.request_id)
         if reply is not None and not reply.done():
@@ -269,13 +274,3 @@ class TokenizerManager:
             if out.finish_reason is not None:
                 del self._states[out.rid]
             state.outbox.put(state.output(out, now))
-
-    def _fail_all(self, error: SchedulerDiedError) -> None:
-        if self._died is None:
-            self._died = error
-        for state in self._states.values():
-            state.outbox.fail(self._died)
-        self._states.clear()
-        for reply in self._replies.values():
-            if not reply.done():
-                reply.set_exception(self._died)
