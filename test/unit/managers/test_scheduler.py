@@ -127,6 +127,53 @@ def test_retraction_does_not_change_answers(width: int, page_size: int, chunk: i
 
 
 @WIDTHS
+@pytest.mark.parametrize("old", [0, 1, 2])
+def test_a_prompt_in_chunks_gives_way_and_comes_back(width: int, old: int) -> None:
+    """The long prompt is the newest (old = 2), between the others, or the oldest after a retraction."""
+    engine = ToyEngine(ToyWorker(64, 1, width), conservativeness=0.01, chunked_prefill_size=4)
+    for i in range(old):
+        engine.add(f"r{i}", prompt(5, i), num_tokens=45)
+    engine.add("long", prompt(40, 7), num_tokens=10)
+    for i in range(old, 2):
+        engine.add(f"r{i}", prompt(5, i), num_tokens=45)
+    chunked_and_retracted = 0
+    while engine.scheduler.has_work:
+        was_chunked = engine.scheduler.chunked
+        engine.scheduler.step()
+        chunked_and_retracted += was_chunked in engine.scheduler.waiting
+    engine.run()
+    if (old, width) == (2, 1):  # longer steps keep it waiting until there is room
+        assert chunked_and_retracted > 0
+    for i in range(2):
+        assert engine.tokens(f"r{i}") == expected(prompt(5, i), 45)
+    assert engine.tokens("long") == expected(prompt(40, 7), 10)
+    engine.assert_balanced()
+
+
+def test_the_oldest_never_gives_way() -> None:
+    engine = ToyEngine(ToyWorker(64), conservativeness=0.01)
+    for i in range(4):
+        engine.add(f"r{i}", prompt(5, i), num_tokens=50)
+    while engine.scheduler.has_work:
+        oldest = min([*engine.scheduler.running.reqs, *engine.scheduler.waiting], key=lambda req: req.arrival_s)
+        before = len(oldest.token_ids)
+        engine.scheduler.step()
+        assert len(oldest.token_ids) > before or engine.worker.batches[-1][0] is ForwardMode.EXTEND
+        assert oldest not in engine.scheduler.waiting
+    assert engine.scheduler.metrics.totals.num_retractions > 0
+
+
+def test_admission_keeps_room_for_answers() -> None:
+    """Four requests of 5 + 50 tokens in a pool of 128: reserving all, two run at once and none is ever retracted."""
+    engine = ToyEngine(ToyWorker(128), conservativeness=2.0)
+    for i in range(4):
+        engine.add(f"r{i}", prompt(5, i), num_tokens=50)
+    engine.run()
+    assert max(len(rids) for _, rids, _ in engine.worker.batches) == 2
+    assert engine.scheduler.metrics.totals.num_retractions == 0
+
+
+@WIDTHS
 @PAGES
 def test_a_request_that_takes_the_whole_pool(width: int, page_size: int) -> None:
     engine = ToyEngine(ToyWorker(64, page_size, width, context_len=128), conservativeness=1.0)
@@ -180,12 +227,13 @@ def test_runs_are_cut_at_the_earliest_stop(width: int) -> None:
         engine.assert_balanced()
 
 
-def test_accepted_drafts_count_only_emitted_tokens() -> None:
+@pytest.mark.parametrize("num_tokens", range(1, 14))
+def test_accepted_drafts_count_only_emitted_tokens(num_tokens: int) -> None:
     engine = ToyEngine(ToyWorker(width=4))
-    engine.add("r", prompt(5), num_tokens=9)
+    engine.add("r", prompt(5), num_tokens=num_tokens)
     engine.run()
     spec = engine.final("r").spec
-    assert (spec.verify_ct, spec.draft_tokens, spec.accepted_by_position) == _replay(5, 9, 4)
+    assert (spec.verify_ct, spec.draft_tokens, spec.accepted_by_position) == _replay(5, num_tokens, 4)
     assert spec.accepted_tokens == sum(spec.accepted_by_position)
     totals = engine.scheduler.metrics.totals
     assert (totals.verify_ct, tuple(totals.accepted_by_position)) == (spec.verify_ct, spec.accepted_by_position)
@@ -339,6 +387,41 @@ def test_policies_order_the_queue(policy: str, order: list[str]) -> None:
     del engine.worker.batches[:]
     engine.run()
     assert [rids[0] for mode, rids, _ in engine.worker.batches if mode is ForwardMode.EXTEND] == order
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "lof", "random"])
+def test_requests_that_gave_way_come_first(policy: str) -> None:
+    engine = ToyEngine(ToyWorker(64), policy=policy, conservativeness=0.01, max_running_requests=3)
+    for i in range(3):
+        engine.add(f"r{i}", prompt(6, i), num_tokens=40)
+    engine.run(until=lambda: bool(engine.scheduler.running.reqs))
+    for i in range(20):
+        engine.add(f"late{i}", prompt(6, 1), num_tokens=50)
+    engine.run(until=lambda: engine.scheduler.metrics.totals.num_retractions > 0)
+    del engine.worker.batches[:]
+    engine.run()
+    extends = [rids for mode, rids, _ in engine.worker.batches if mode is ForwardMode.EXTEND]
+    assert extends[0][0] in ("r1", "r2")
+
+
+def test_sampling_tensors_follow_the_rows() -> None:
+    """Requests of one batch end at different times; each draws with its own seed to its end."""
+    engine = ToyEngine(ToyWorker(512, width=2))
+    made = []
+    run_step = engine.worker.forward_batch_generation
+
+    def check_rows(batch):
+        assert batch.sampling_info.seeds.tolist() == [req.seed for req in batch.reqs]
+        made.append((batch.mode, len(batch.reqs), id(batch.sampling_info)))
+        return run_step(batch)
+
+    engine.worker.forward_batch_generation = check_rows
+    for i in range(5):
+        engine.add(f"r{i}", prompt(4, i), num_tokens=10 + 7 * (i % 3), sampling_seed=100 + i)
+        engine.scheduler.step()
+    engine.run()
+    decodes = [(rows, info) for mode, rows, info in made if mode is ForwardMode.DECODE]
+    assert len(set(decodes)) < len(decodes)
 
 
 def test_random_policy_serves_everyone_and_repeats_with_its_seed() -> None:

@@ -17,7 +17,7 @@ ENGINES = st.fixed_dictionaries(
         "page_size": st.sampled_from([1, 4, 16]),
         "width": st.sampled_from([1, 2, 5]),
         "pages": st.integers(5, 8),
-        "chunk": st.sampled_from([None, 16, 32]),
+        "chunk_pages": st.sampled_from([None, 1, 2, 4]),
         "policy": st.sampled_from(["fcfs", "lpm", "lof", "random"]),
         "cache": st.booleans(),
         "conservativeness": st.sampled_from([0.01, 0.5, 1.0]),
@@ -37,8 +37,9 @@ def test_storm(kind, events) -> None:
         max_requests=kind["max_requests"],
         disable_radix_cache=not kind["cache"],
     )
+    chunk = None if kind["chunk_pages"] is None else kind["chunk_pages"] * kind["page_size"]
     engine = ToyEngine(
-        worker, chunked_prefill_size=kind["chunk"], policy=kind["policy"], conservativeness=kind["conservativeness"]
+        worker, chunked_prefill_size=chunk, policy=kind["policy"], conservativeness=kind["conservativeness"]
     )
     prompts: list[tuple[list[int], int]] = []
     aborted = set()

@@ -74,6 +74,7 @@ def length(num_tokens: int) -> FinishReason:
         # nothing but the length ends a request before its least length, and a string passed over does not come back
         ([], [STOP_ID, 1, STOP_ID], 100, {"min_new_tokens": 2}, (3, stopped(STOP_ID))),
         ([], letters("xyz"), 100, {"min_new_tokens": 3, "stop": ("xy",)}, (3, None)),
+        ([], letters("xyz"), 100, {"min_new_tokens": 3, "stop": ("xy", "longer")}, (3, None)),
         ([], letters("xyxy"), 100, {"min_new_tokens": 3, "stop": ("xy",)}, (4, stopped("xy"))),
     ],
 )
