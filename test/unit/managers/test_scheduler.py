@@ -150,6 +150,19 @@ def test_a_prompt_in_chunks_gives_way_and_comes_back(width: int, old: int) -> No
     engine.assert_balanced()
 
 
+def test_the_only_running_request_gives_way_to_an_older_prompt_in_chunks() -> None:
+    engine = ToyEngine(ToyWorker(64), policy="lof", conservativeness=0.01, chunked_prefill_size=4)
+    engine.add("old", prompt(52), num_tokens=5)
+    engine.add("new", prompt(5, 2), num_tokens=45)
+    engine.run(until=lambda: engine.scheduler.metrics.totals.num_retractions > 0)
+    assert not engine.scheduler.running.reqs
+    assert engine.worker.batches[-1][:2] == (ForwardMode.EXTEND, ("old",))
+    engine.run()
+    assert engine.tokens("old") == expected(prompt(52), 5)
+    assert engine.tokens("new") == expected(prompt(5, 2), 45)
+    engine.assert_balanced()
+
+
 def test_the_oldest_never_gives_way() -> None:
     engine = ToyEngine(ToyWorker(64), conservativeness=0.01)
     for i in range(4):
