@@ -137,6 +137,12 @@ def test_mixed_batch(checkpoint: Path, reference: Reference) -> None:
     step({0: piece(0, 3), 2: piece(2, 2), 1: piece(1, 3)}, ForwardMode.TARGET_VERIFY)
 
 
+def test_media_placeholders(checkpoint: Path, reference: Reference) -> None:
+    """An image, audio or video token without its medium is padding to a composite checkpoint, and text to a flat one."""
+    ids = [*token_ids(5), 500, 501, *token_ids(3, seed=4), 502, 503, 7]
+    assert_close(EngineProbe(checkpoint).run({0: ids})[0].logits, reference(ids).logits, "logits")
+
+
 @pytest.mark.parametrize("kept", [0, 1, 3])
 def test_verify_then_reject(checkpoint: Path, reference: Reference, kept: int) -> None:
     """Rejected drafts leave stale KV behind; what is written over them later must hide it completely."""

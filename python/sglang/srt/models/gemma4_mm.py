@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.gemma4_causal import Gemma4ForCausalLM
 
 _TOWER_PREFIXES = (
@@ -11,10 +18,20 @@ _TOWER_PREFIXES = (
     "model.embed_vision.",
     "model.embed_audio.",
 )
+_PAD_TOKEN_ID = 0
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
     weight_prefix = "model.language_model."
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(config, dtype, device)
+        # media placeholders have no embedding of their own: where no image or sound takes their place they are padding
+        self._text_ids = torch.arange(config.text.vocab_size, device=device)
+        self._text_ids[[token_id for _, token_id in config.media_token_ids]] = _PAD_TOKEN_ID
+
+    def forward(self, fb: ForwardBatch) -> LogitsProcessorOutput:
+        return super().forward(replace(fb, input_ids=self._text_ids[fb.input_ids]))
 
     def _is_ignored(self, name: str) -> bool:
         return name.startswith(_TOWER_PREFIXES) or super()._is_ignored(name)
