@@ -25,7 +25,7 @@ from sglang.srt.server_args import ServerArgs, resolve_server_args
 from sglang.srt.utils.hf_transformers.tokenizer import load_tokenizer
 
 QUESTIONS = ("Count from 1 to 12.", "Count from 3 to 9.", "What is 2 + 3?", "Count down from 9 to 1.", "Say hello.")
-NUM_TOKENS = 24
+NUM_TOKENS = 40
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FROZEN_KV_MTP = {"speculative_algorithm": "FROZEN_KV_MTP"}
