@@ -79,7 +79,8 @@ class Engine:
         req = _request(prompt, sampling_params, input_ids, stream, rid)
         if stream:
             return self._iterate_async(req)
-        return generate_reply(req, await self._hand_over(self._manager.generate_whole(req)))
+        outputs = await asyncio.wrap_future(self._hand_over(self._manager.generate_whole(req)))
+        return generate_reply(req, outputs)
 
     def get_server_info(self) -> dict[str, Any]:
         """What ``/server_info`` replies."""
