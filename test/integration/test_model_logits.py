@@ -138,7 +138,7 @@ def test_mixed_batch(checkpoint: Path, reference: Reference) -> None:
 
 
 def test_media_placeholders(checkpoint: Path, reference: Reference) -> None:
-    """An image, audio or video token without its medium is padding to a composite checkpoint, and text to a flat one."""
+    """An image, audio or video token without its medium is padding to a composite checkpoint, text to a flat one."""
     ids = [*token_ids(5), 500, 501, *token_ids(3, seed=4), 502, 503, 7]
     assert_close(EngineProbe(checkpoint).run({0: ids})[0].logits, reference(ids).logits, "logits")
 
