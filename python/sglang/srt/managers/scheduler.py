@@ -156,11 +156,12 @@ class Scheduler:
 
     def run_alone(self, message: TokenizedGenerateReqInput) -> TokenOut:
         """Run one request, not streamed, to its end without the channel; its final reply. Needs an idle scheduler."""
-        assert not self.has_work, f"{message.rid} is to run alone"
         self.submit(message)
         while self.has_work:
             self.step()
-        return self._outs.pop()
+        (out,) = self._outs
+        self._outs.clear()
+        return out
 
     def reset(self) -> None:
         """Empty cache and counters, as if just started."""
