@@ -44,11 +44,14 @@ def error_response(error: Exception) -> Response:
 
 async def read_object(request: Request) -> dict[str, Any]:
     """The JSON object in the body. ``ApiError`` when it is too large, not UTF-8, not JSON or not an object."""
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+        raise _too_large()
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body of the request is larger than {MAX_BODY_BYTES} bytes")
+            raise _too_large()
     try:
         value = json.loads(body.decode())
     except UnicodeDecodeError as error:
@@ -58,6 +61,10 @@ async def read_object(request: Request) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ApiError(400, f"the body of the request must be a JSON object, got {value!r:.100}")
     return value
+
+
+def _too_large() -> ApiError:
+    return ApiError(413, f"the body of the request is larger than {MAX_BODY_BYTES} bytes")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
