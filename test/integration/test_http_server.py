@@ -230,10 +230,9 @@ def test_flush_cache(server: ServerProcess, client: openai.OpenAI, http: httpx.C
     assert http.post("/flush_cache").json()["success"] is True
     assert http.get("/server_info").json()["integrity"]["evictable"] == 0
     assert _ask(client, COUNT).usage.prompt_tokens_details.cached_tokens == 0
-    with http.stream(
-        "POST", "/generate", json={"text": "<bos>", "stream": True, "sampling_params": {"max_new_tokens": 2000}}
-    ) as s:
-        next(s.iter_lines())
+    params = {"max_new_tokens": 4000, "ignore_eos": True}
+    with http.stream("POST", "/generate", json={"text": "<bos>", "stream": True, "sampling_params": params}) as stream:
+        next(stream.iter_lines())
         refused = httpx.get(f"{server.url}/flush_cache")
     assert refused.status_code == 400 and refused.json()["success"] is False
 
