@@ -232,7 +232,8 @@ def test_flush_cache(server: ServerProcess, client: openai.OpenAI, http: httpx.C
     assert _ask(client, COUNT).usage.prompt_tokens_details.cached_tokens == 0
     params = {"max_new_tokens": 4000, "ignore_eos": True}
     with http.stream("POST", "/generate", json={"text": "<bos>", "stream": True, "sampling_params": params}) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()
+        next(lines)
         refused = httpx.get(f"{server.url}/flush_cache")
     assert refused.status_code == 400 and refused.json()["success"] is False
 
@@ -285,6 +286,9 @@ BAD = [
     ("/v1/completions", {"prompt": [-1]}, 400, "prompt has the token id -1", "prompt"),
     ("/v1/completions", {"prompt": [10**40]}, 400, "prompt has the token id 1000", "prompt"),
     ("/v1/completions", {"prompt": "a \ud800 b"}, 400, "prompt is not valid Unicode at character 2", "prompt"),
+    ("/v1/completions", {"prompt": "a", "stop": ["\ud800"]}, 400, "stop is not valid Unicode", "stop"),
+    ("/generate", {"text": "a", "rid": "\udc00"}, 400, "rid is not valid Unicode", "rid"),
+    ("/generate", {"text": "a", "\ud800": 1}, 400, "is not a known field", None),
     ("/v1/completions", {"prompt": "ab " * 9000}, 400, "the context length is 8192 tokens", "prompt"),
     ("/v1/completions", {"prompt": [50] * 8192}, 400, "prompt has 8192 tokens", "prompt"),
     ("/v1/completions", {"prompt": "a", "max_tokens": 10**9}, 400, "max_tokens is 1000000000", "max_tokens"),

@@ -56,6 +56,7 @@ def parse_generate_request(body: Mapping[str, Any]) -> GenerateReqInput:
     text, input_ids = body.get("text"), body.get("input_ids")
     if (text is None) == (input_ids is None):
         raise ValueError("text or input_ids must be given, and not both")
+    prompts: Sequence[str | tuple[int, ...]]
     if text is not None:
         prompts, is_single = parse_texts("text", text)
     else:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -24,7 +25,11 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 def dump_json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    """UTF-8 of plain data. Halves of surrogate pairs, which an error may repeat from a bad request, are escaped."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(value).encode()
 
 
 def json_response(value: Any, status: int = 200) -> Response:

@@ -137,7 +137,8 @@ class ZmqManagerChannel:
         while not self._inbox.has_message():
             self._readable.clear()
             await self._readable.wait()
-        return self._inbox.take()
+        msg: FromScheduler = self._inbox.take()
+        return msg
 
     def close(self) -> None:
         if self._watching is not None:
@@ -166,7 +167,7 @@ class _Socket:
         self._decoders = tuple(msgspec.msgpack.Decoder(cls) for cls in _MESSAGE_TYPES)
         self._codes = {cls: bytes([code]) for code, cls in enumerate(_MESSAGE_TYPES)}
         self._pollin = zmq.POLLIN
-        self._socket = zmq.Context.instance().socket(zmq.PUSH if kind == "PUSH" else zmq.PULL)
+        self._socket: Any = zmq.Context.instance().socket(zmq.PUSH if kind == "PUSH" else zmq.PULL)
         self._socket.set_hwm(0)
         self._socket.linger = _LINGER_MS
         # The receiver binds: a sender that connects queues its messages while the other process is not there (yet, or
@@ -179,7 +180,8 @@ class _Socket:
     @property
     def fd(self) -> int:
         """Descriptor that becomes readable when the state of the socket changed."""
-        return self._socket.fd
+        fd: int = self._socket.fd
+        return fd
 
     def put(self, msg: ToScheduler | FromScheduler) -> None:
         self._socket.send(self._codes[type(msg)] + self._encoder.encode(msg))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -55,7 +55,8 @@ class TokenPieces:
         return self._decode([self._anchor_id, token_id])[len(self._anchor_text) :].encode()
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
 
 
 class IncrementalDetokenizer:
@@ -136,7 +137,7 @@ class _StopPrefix:
         return length + 1 if self._stop[length] == char else 0
 
 
-def _decoder_kinds(decoder: dict) -> frozenset[str]:
+def _decoder_kinds(decoder: dict[str, Any]) -> frozenset[str]:
     nested = frozenset().union(*(_decoder_kinds(part) for part in decoder.get("decoders", ())))
     return nested | {decoder["type"]}
 

@@ -13,6 +13,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 # kinds of FinishReason, as they appear in meta_info["finish_reason"]["type"]
 FinishType = Literal["stop", "length", "abort"]
+ControlAction = Literal["flush_cache", "server_info", "check_integrity", "ping", "shutdown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class ControlReq:
     """A question or command outside generation."""
 
     request_id: str
-    action: Literal["flush_cache", "server_info", "check_integrity", "ping", "shutdown"]
+    action: ControlAction
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,8 @@ class RequestLimits:
             raise ValueError(
                 f"min_new_tokens is {params.min_new_tokens!r:.40}, but the context leaves {room}: lower it"
             )
+        for stop in params.stop:
+            check_unicode("stop", stop)
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", [i for i, _ in params.logit_bias])):
             if ids and max(ids) >= self.vocab_size:
                 raise ValueError(f"{name} has the token id {max(ids)!r:.40}: ids must be below {self.vocab_size}")
@@ -77,3 +79,11 @@ class RequestLimits:
             max_new_tokens=min(wanted, room),
             top_k=-1 if params.top_k >= self.vocab_size else params.top_k,
         )
+
+
+def check_unicode(param: str, text: str) -> None:
+    """``ValueError`` when a text has halves of surrogate pairs, which JSON can express and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{param} is not valid Unicode at character {error.start}: {error.reason}") from None

@@ -20,6 +20,7 @@ from sglang.srt.managers.generate_output import GenerateOutput, join_outputs
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenOut,
+    ControlAction,
     ControlReply,
     ControlReq,
     FromScheduler,
@@ -28,7 +29,7 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     TokenOut,
 )
-from sglang.srt.managers.request_limits import RequestLimits
+from sglang.srt.managers.request_limits import RequestLimits, check_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -189,7 +190,7 @@ class TokenizerManager:
             self._send_abort(running)
         return len(mine)
 
-    async def control(self, action: str, timeout_s: float = 60.0) -> ControlReply:
+    async def control(self, action: ControlAction, timeout_s: float = 60.0) -> ControlReply:
         """Ask the scheduler. ``SchedulerDiedError`` when it is gone, ``asyncio.TimeoutError`` when it is silent."""
         if self._died is not None:
             raise SchedulerDiedError(self._died)
@@ -209,6 +210,7 @@ class TokenizerManager:
             input_ids = prompt if isinstance(prompt, tuple) else await self.tokenize(prompt, req.param)
             self.limits.check_prompt(req.param, input_ids)
             rid = req.rids[position] if req.rids is not None else uuid.uuid4().hex
+            check_unicode("rid", rid)
             for sample in range(params.n):
                 fitted = self.limits.fit_params(params, len(input_ids), sample, clamp_length=req.clamp_length)
                 tokenized = TokenizedGenerateReqInput(
@@ -226,10 +228,7 @@ class TokenizerManager:
 
         ``ValueError`` naming ``param`` when the text is not Unicode.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{param} is not valid Unicode at character {error.start}: {error.reason}") from None
+        check_unicode(param, text)
         if len(text) > _INLINE_TEXT_CHARS:
             ids = await asyncio.to_thread(self._encode, text, add_special_tokens)
         else:
@@ -238,7 +237,8 @@ class TokenizerManager:
         return tuple(ids[1:] if add_special_tokens and ids[:2] == [bos, bos] else ids)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return ids
 
     def _send_abort(self, rid: str) -> None:
         if self._died is None:
