@@ -26,7 +26,9 @@ Work = Callable[[TokenizerManager, EchoScheduler], Awaitable[None]]
 
 
 @asynccontextmanager
-async def _manager(kind: str, **echo: Any) -> AsyncIterator[tuple[TokenizerManager, EchoScheduler]]:
+async def _manager(
+    kind: str, *, log_requests: bool = False, **echo: Any
+) -> AsyncIterator[tuple[TokenizerManager, EchoScheduler]]:
     ports = PortArgs.init_new()
     if kind == "memory":
         scheduler_channel, channel = make_memory_channel(asyncio.get_running_loop())
@@ -37,7 +39,7 @@ async def _manager(kind: str, **echo: Any) -> AsyncIterator[tuple[TokenizerManag
     thread.start()
     ready = await channel.recv()
     assert isinstance(ready, SchedulerReady)
-    manager = TokenizerManager(channel, TOKENIZER, ready)
+    manager = TokenizerManager(channel, TOKENIZER, ready, log_requests=log_requests)
     manager.start()
     try:
         yield manager, scheduler
@@ -247,6 +249,18 @@ def test_a_bos_of_the_text_is_not_doubled(run: Callable[..., None]) -> None:
         assert list(await manager.tokenize(long, "text")) == TOKENIZER.encode(long)
 
     run(work)
+
+
+def test_requests_are_logged_when_that_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with _manager("memory", log_requests=True) as (manager, _):
+            await _reply(manager, input_ids=[50], sampling_params=_params(), rid="mine")
+
+    with caplog.at_level("INFO"):
+        asyncio.run(main())
+    receive, finish = (record.getMessage() for record in caplog.records if record.levelname == "INFO")
+    assert receive.startswith("Receive: mine, 1 tokens, SamplingParams(max_new_tokens=6")
+    assert finish.startswith("Finish: {'id': 'mine'")
 
 
 def test_hundreds_of_requests_at_once(run: Callable[..., None]) -> None:

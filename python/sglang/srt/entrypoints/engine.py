@@ -128,7 +128,7 @@ class Engine:
         assert isinstance(ready, SchedulerReady), ready
         if ready.error is not None:
             raise SchedulerDiedError(ready.error)
-        manager = TokenizerManager(self._channel, tokenizer, ready)
+        manager = TokenizerManager(self._channel, tokenizer, ready, log_requests=self.server_args.log_requests)
         manager.start()
         return manager
 

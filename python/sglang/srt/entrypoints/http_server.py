@@ -96,7 +96,7 @@ async def _start_manager(server_args: ServerArgs, scheduler: SchedulerProcess) -
     tokenizer, ready = await asyncio.gather(
         asyncio.to_thread(load_server_tokenizer, server_args), scheduler.wait_ready()
     )
-    manager = TokenizerManager(scheduler.channel, tokenizer, ready)
+    manager = TokenizerManager(scheduler.channel, tokenizer, ready, log_requests=server_args.log_requests)
     manager.start()
     return manager
 

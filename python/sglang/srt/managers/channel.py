@@ -169,7 +169,7 @@ class _Socket:
         self._pollin = zmq.POLLIN
         self._socket: Any = zmq.Context.instance().socket(zmq.PUSH if kind == "PUSH" else zmq.PULL)
         self._socket.set_hwm(0)
-        self._socket.linger = _LINGER_MS
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         # The receiver binds: a sender that connects queues its messages while the other process is not there (yet, or
         # any more), one that binds would block.
         if kind == "PULL":

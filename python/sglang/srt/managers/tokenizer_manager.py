@@ -106,11 +106,19 @@ class _ReqState:
 class TokenizerManager:
     """Front of a scheduler. ``start`` it on the event loop that uses it; ``ready`` is the scheduler's first message."""
 
-    def __init__(self, channel: ManagerChannel, tokenizer: PreTrainedTokenizerFast, ready: SchedulerReady) -> None:
+    def __init__(
+        self,
+        channel: ManagerChannel,
+        tokenizer: PreTrainedTokenizerFast,
+        ready: SchedulerReady,
+        *,
+        log_requests: bool = False,
+    ) -> None:
         self.tokenizer = tokenizer
         self.limits = RequestLimits.from_info(ready.info)
         self.scheduler_info = ready.info
         self._channel = channel
+        self._log_requests = log_requests
         self._pieces = TokenPieces(tokenizer)
         self._states: dict[str, _ReqState] = {}
         self._replies: dict[str, asyncio.Future[ControlReply]] = {}
@@ -163,6 +171,10 @@ class TokenizerManager:
                     raise ValueError(f"rid {state.req.rid!r:.200} is in use: give each running request its own")
                 self._states[state.req.rid] = state
                 self._channel.send(state.req)
+                if self._log_requests:
+                    logger.info(
+                        "Receive: %s, %d tokens, %s", state.req.rid, len(state.req.input_ids), state.req.sampling_params
+                    )
             unfinished = len(states)
             while unfinished:
                 for output in await states[0].outbox.take():
@@ -273,4 +285,7 @@ class TokenizerManager:
                 continue
             if out.finish_reason is not None:
                 del self._states[out.rid]
-            state.outbox.put(state.output(out, now))
+            output = state.output(out, now)
+            state.outbox.put(output)
+            if self._log_requests and out.finish_reason is not None:
+                logger.info("Finish: %s", output.meta_info())
