@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def rope_tables(positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(
+    positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and signed sin for ``apply_rope``, both [T, 1, D] in ``dtype``.
 
     ``positions`` [T] int64, ``inv_freq`` [D/2] float32. Angles are computed in float32 and cast afterwards. The first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kernel.norm import rmsnorm
+from sgl_kernel.norm import rmsnorm, rmsnorm_add
 
 
 class RMSNorm:
@@ -15,3 +15,7 @@ class RMSNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [..., width], same shape and dtype out."""
         return rmsnorm(x, self.weight, self.eps)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """``residual + norm(x)``."""
+        return rmsnorm_add(x, self.weight, self.eps, residual)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 
@@ -22,10 +22,12 @@ class LogitsProcessor:
     def __init__(self, softcap: float | None) -> None:
         self.softcap = softcap
 
-    def __call__(self, hidden: torch.Tensor, head: torch.Tensor, fb: ForwardBatch) -> LogitsProcessorOutput:
-        """``hidden`` [T, H] after the final norm, ``head`` [V, H]. Logits are in the model's dtype."""
+    def __call__(
+        self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], fb: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        """``hidden`` [T, H] after the final norm; ``head`` maps [R, H] to [R, V]. Logits are in the model's dtype."""
         rows = hidden if fb.logits_rows is None else hidden[fb.logits_rows]
-        logits = F.linear(rows, head)
+        logits = head(rows)
         if self.softcap is not None:
             logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
         kept = {CaptureHiddenMode.NULL: None, CaptureHiddenMode.LAST: rows, CaptureHiddenMode.FULL: hidden}

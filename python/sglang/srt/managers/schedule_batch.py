@@ -10,7 +10,6 @@ with L tokens (prompt + output) therefore has L - 1 committed, and its bonus tok
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch

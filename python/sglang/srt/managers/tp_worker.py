@@ -58,7 +58,10 @@ class TpModelWorker:
         """
         starts = [req.committed_len for req in batch.reqs]
         ids = np.concatenate(
-            [np.asarray(req.token_ids[s : s + n], dtype=np.int64) for req, s, n in zip(batch.reqs, starts, batch.extend_lens)]
+            [
+                np.asarray(req.token_ids[s : s + n], dtype=np.int64)
+                for req, s, n in zip(batch.reqs, starts, batch.extend_lens)
+            ]
         )
         mode = CaptureHiddenMode.LAST if self.capture_hidden else CaptureHiddenMode.NULL
         fb = self._forward_batch(ForwardMode.EXTEND, batch.reqs, self._tensor(ids), batch.extend_lens, mode)

@@ -33,5 +33,9 @@ class ModelRunner:
         skipped = f", towers not loaded: {', '.join(config.multimodal)}" if config.multimodal else ""
         logger.info(
             "Loaded %s (%s): %.1f MB in %.2f s%s",
-            config.architecture, load.dtype, self.weight_bytes / 1e6, time.perf_counter() - start, skipped,
+            config.architecture,
+            load.dtype,
+            self.weight_bytes / 1e6,
+            time.perf_counter() - start,
+            skipped,
         )

@@ -32,7 +32,9 @@ class KVMemory:
 
     def read_only(self) -> KVMemory:
         """The same KV for somebody who must not write it."""
-        return KVMemory(ReadOnlyKVPool(self.pool), self.kv_manager, self.req_to_token, self.max_requests, self.context_length)
+        return KVMemory(
+            ReadOnlyKVPool(self.pool), self.kv_manager, self.req_to_token, self.max_requests, self.context_length
+        )
 
 
 def build_kv_memory(

@@ -7,15 +7,15 @@ n layers. Layer objects are plain Python with tensors as attributes: there is no
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 
 from sgl_kernel.activation import gelu_tanh_and_mul
 from sgl_kernel.norm import rmsnorm
+from sgl_kernel.packed_linear import pack_weight, packed_linear
 from sgl_kernel.rope import apply_rope
-import torch.nn.functional as F
-
 from sglang.srt.configs.model_config import FULL, SLIDING, LayerKVSpec, ModelConfig, TextConfig
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import Linear
@@ -38,6 +38,7 @@ class Build:
     text: TextConfig
     dtype: torch.dtype
     device: torch.device
+    linears: list[Linear] = field(default_factory=list)  # all that were made, to be finished after loading
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=self.dtype, device=self.device)
@@ -46,7 +47,8 @@ class Build:
         return RMSNorm(width, self.text.rms_norm_eps, self.dtype, self.device)
 
     def linear(self, in_features: int, *widths: int) -> Linear:
-        return Linear(in_features, widths, self.dtype, self.device)
+        self.linears.append(Linear(in_features, widths, self.dtype, self.device))
+        return self.linears[-1]
 
 
 class Gemma4Attention:
@@ -63,7 +65,9 @@ class Gemma4Attention:
         self.k_is_v = text.attention_k_eq_v and spec.kind == FULL
         self.eps = text.rms_norm_eps
         q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        widths = [q_width] if not self.owns_kv else [q_width, kv_width] if self.k_is_v else [q_width, kv_width, kv_width]
+        widths = (
+            [q_width] if not self.owns_kv else [q_width, kv_width] if self.k_is_v else [q_width, kv_width, kv_width]
+        )
         self.qkv_proj = build.linear(text.hidden_size, *widths)
         self.o_proj = build.linear(q_width, text.hidden_size)
         self.q_norm = build.empty(self.head_dim)
@@ -133,7 +137,7 @@ class Gemma4SparseBlock:
     def __call__(self, dense: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """``dense``: output of the dense MLP; ``residual``: the stream both branches started from."""
         sparse = self.moe(residual, self.pre_norm_2(residual))
-        return self.post_norm_1(dense) + self.post_norm_2(sparse)
+        return self.post_norm_2.add_to(self.post_norm_1(dense), sparse)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return {
@@ -160,7 +164,7 @@ class Gemma4PerLayerInput:
     def __call__(self, x: torch.Tensor, ple: torch.Tensor) -> torch.Tensor:
         """``x`` [T, D], ``ple`` [T, P] -> [T, D]."""
         gated = F.gelu(self.gate(x), approximate="tanh") * ple
-        return x + self.post_norm(self.projection(gated))
+        return self.post_norm.add_to(x, self.projection(gated))
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return {
@@ -185,11 +189,11 @@ class Gemma4DecoderLayer:
 
     def __call__(self, x: torch.Tensor, ple: torch.Tensor | None, rope: RopeTables, fb: ForwardBatch) -> torch.Tensor:
         """``x`` [T, D], ``ple`` [T, P] or None -> [T, D]."""
-        x = x + self.post_attention_norm(self.self_attn(self.input_norm(x), rope, fb))
+        x = self.post_attention_norm.add_to(x, self.self_attn(self.input_norm(x), rope, fb))
         out = self.mlp(self.pre_feedforward_norm(x))
         if self.sparse is not None:
             out = self.sparse(out, x)
-        x = x + self.post_feedforward_norm(out)
+        x = self.post_feedforward_norm.add_to(x, out)
         if self.per_layer_input is not None:
             assert ple is not None
             x = self.per_layer_input(x, ple)
@@ -215,11 +219,14 @@ class DecoderStack:
     def __init__(self, build: Build) -> None:
         text = build.text
         self.dtype = build.dtype
+        self._linears = build.linears
         self.layers = [Gemma4DecoderLayer(build, i) for i in range(text.num_layers)]
         self.norm = build.norm(text.hidden_size)
         widths = {spec.kind: spec.head_dim for spec in text.kv_layout.layers}
         self.rotary = {
-            kind: RotaryEmbedding(widths[kind], text.rope(kind), build.device) for kind in (SLIDING, FULL) if kind in widths
+            kind: RotaryEmbedding(widths[kind], text.rope(kind), build.device)
+            for kind in (SLIDING, FULL)
+            if kind in widths
         }
 
     def rope_tables(self, positions: torch.Tensor) -> RopeTables:
@@ -234,6 +241,8 @@ class DecoderStack:
     def finish_loading(self) -> None:
         for layer in self.layers:
             layer.self_attn.finish_loading()
+        for linear in self._linears:
+            linear.finish_loading()
 
 
 class PerLayerEmbedding:
@@ -276,6 +285,7 @@ class Gemma4ForCausalLM:
         self.stack = DecoderStack(build)
         self.per_layer = PerLayerEmbedding(build) if text.per_layer_input_size else None
         self.lm_head: torch.Tensor = self.embed_tokens.weight
+        self._packed_head: torch.Tensor | None = None
         self.logits_processor = LogitsProcessor(text.final_logit_softcapping)
 
     def forward(self, fb: ForwardBatch) -> LogitsProcessorOutput:
@@ -287,7 +297,10 @@ class Gemma4ForCausalLM:
             if i == self.text.first_kv_shared_layer and fb.tail is not None:
                 x, ple, rope, fb = self._keep_tail(x, ple, fb)
             x = layer(x, None if ple is None else ple[i], rope, fb)
-        return self.logits_processor(self.stack.norm(x), self.lm_head, fb)
+        return self.logits_processor(self.stack.norm(x), self._head, fb)
+
+    def _head(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.lm_head) if self._packed_head is None else packed_linear(x, self._packed_head)
 
     def _keep_tail(
         self, x: torch.Tensor, ple: torch.Tensor | None, fb: ForwardBatch
@@ -322,3 +335,4 @@ class Gemma4ForCausalLM:
 
     def finish_loading(self) -> None:
         self.stack.finish_loading()
+        self._packed_head = pack_weight(self.lm_head)

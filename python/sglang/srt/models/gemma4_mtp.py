@@ -19,9 +19,7 @@ from sglang.srt.models.interfaces import WeightPlan
 from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPContext
 
 
-def build_frozen_kv_mtp_context(
-    target: ModelConfig, assistant: ModelConfig, pool: KVReader
-) -> FrozenKVMTPContext:
+def build_frozen_kv_mtp_context(target: ModelConfig, assistant: ModelConfig, pool: KVReader) -> FrozenKVMTPContext:
     """Check the pair and map each assistant layer to the target layer it reads.
 
     ``ValueError`` lists every mismatch at once.
@@ -53,7 +51,8 @@ def check_pair(target: ModelConfig, assistant: ModelConfig) -> None:
             compare(f"{kind} window", source.window, window)
     if wrong:
         raise ValueError(
-            "--speculative-draft-model-path is not the assistant of this target: " + "; ".join(wrong)
+            "--speculative-draft-model-path is not the assistant of this target: "
+            + "; ".join(wrong)
             + "; use the assistant published for the target's size"
         )
 

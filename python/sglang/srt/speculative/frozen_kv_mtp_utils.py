@@ -11,7 +11,13 @@ from dataclasses import replace
 import torch
 
 from sglang.srt.mem_cache.kv_manager import RequestKV
-from sglang.srt.model_executor.forward_batch_info import AttnGeometry, AttnPlan, CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import (
+    AttnGeometry,
+    AttnPlan,
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
 from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPContext
 
 # A drafting query stands at the bonus token's own index L - 1, the first position without KV. Counted from the number of

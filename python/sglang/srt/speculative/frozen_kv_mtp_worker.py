@@ -33,9 +33,7 @@ from sglang.srt.utils.env import SGLANG_DEBUG_KV_DIGEST
 class FrozenKVMTPWorker(TpModelWorker):
     """*Is* the assistant's worker, *has* the target's. Reads the target's KV through a read-only view."""
 
-    def __init__(
-        self, runner: ModelRunner, target: TpModelWorker, backend: AttentionBackend, spec: SpecConfig
-    ) -> None:
+    def __init__(self, runner: ModelRunner, target: TpModelWorker, backend: AttentionBackend, spec: SpecConfig) -> None:
         super().__init__(runner, target.kv_reader(), backend)
         self.target = target
         self.spec = spec

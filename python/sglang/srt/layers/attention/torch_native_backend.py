@@ -51,7 +51,11 @@ class TorchNativeAttnBackend:
 def _groups(g: AttnGeometry) -> list[_Group]:
     lens = sorted(set(g.q_lens_cpu))
     if len(lens) == 1:
-        return [_Group(None, g.req_pool_indices, g.positions, len(g.kv_lens_cpu), lens[0], g.kv_lens_cpu, g.first_positions_cpu)]
+        return [
+            _Group(
+                None, g.req_pool_indices, g.positions, len(g.kv_lens_cpu), lens[0], g.kv_lens_cpu, g.first_positions_cpu
+            )
+        ]
     starts = torch.tensor([0, *g.q_lens_cpu]).cumsum(0).tolist()
     groups = []
     for q_len in lens:
