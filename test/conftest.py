@@ -17,7 +17,7 @@ SEED = 20260131
 
 def pytest_configure(config: pytest.Config) -> None:
     # the suite is made for two cores; more threads only slow these shapes down
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -23,7 +23,8 @@ def experts(
 ) -> torch.Tensor:
     """Sum of the selected experts' outputs.
 
-    ``x`` [T, D]; ``weights``, ``expert_ids`` [T, k]; ``gate_up`` [E, 2M, D] (gate rows first); ``down`` [E, D, M] -> [T, D].
+    ``x`` [T, D]; ``weights``, ``expert_ids`` [T, k]; ``gate_up`` [E, 2M, D] (gate rows first); ``down`` [E, D, M]
+    -> [T, D].
     Rows are grouped by expert, and each row adds its experts in order of expert id, whatever else is in the batch.
     """
     out = torch.zeros_like(x)

@@ -33,5 +33,5 @@ def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 @cache
 def _constant(value: float, device: torch.device) -> torch.Tensor:
-    """A Python number in an element-wise op is wrapped into a new tensor on every call, which costs as much as the op."""
+    """A Python number in an element-wise op is wrapped into a new tensor on every call: as slow as the op."""
     return torch.tensor([value], dtype=torch.float32, device=device)

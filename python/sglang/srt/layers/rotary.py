@@ -11,8 +11,8 @@ from sglang.srt.configs.model_config import RopeConfig
 class RotaryEmbedding:
     """Tables for one layer kind, made per forward (a cached table for 262144 positions would take a gigabyte).
 
-    "proportional": only the first ``partial_rotary_factor * D // 2`` frequencies rotate, with the exponent over the full
-    head width; the others are zero, which leaves their dimensions unchanged.
+    "proportional": only the first ``partial_rotary_factor * D // 2`` frequencies rotate, with the exponent over the
+    full head width; the others are zero, which leaves their dimensions unchanged.
     """
 
     def __init__(self, head_dim: int, rope: RopeConfig, device: torch.device) -> None:

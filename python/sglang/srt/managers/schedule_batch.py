@@ -3,8 +3,8 @@
 Two definitions the whole engine uses:
 
 ``seq_lens``: tokens whose KV is committed in the pool (``req.kv.committed_len``).
-*bonus token*: the newest token of a running request. It is sampled, but its KV is not in the pool yet. A running request
-with L tokens (prompt + output) therefore has L - 1 committed, and its bonus token stands at position L - 1.
+*bonus token*: the newest token of a running request. It is sampled, but its KV is not in the pool yet. A running
+request with L tokens (prompt + output) therefore has L - 1 committed, and its bonus token stands at position L - 1.
 """
 
 from __future__ import annotations

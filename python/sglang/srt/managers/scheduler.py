@@ -35,7 +35,8 @@ from sglang.srt.managers.worker_factory import create_worker
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.server_args_slices import ScheduleConfig
-from sglang.srt.utils.device import make_device
+from sglang.srt.utils.device import make_device, set_compute_threads
+from sglang.srt.utils.env import SGLANG_CPU_THREADS
 from sglang.srt.utils.hf_transformers.tokenizer import load_tokenizer
 from sglang.srt.utils.log import configure_logger
 
@@ -312,6 +313,8 @@ def run_scheduler_process(server_args: ServerArgs, port_args: PortArgs) -> None:
 
 def _start(server_args: ServerArgs, channel: SchedulerChannel) -> tuple[Scheduler, dict[str, Any]]:
     assert server_args.tokenizer_path is not None and server_args.random_seed is not None, "arguments are not resolved"
+    if server_args.device == "cpu":
+        logger.info("Computing with %d CPU threads", set_compute_threads(SGLANG_CPU_THREADS.get()))
     tokenizer = load_tokenizer(Path(server_args.tokenizer_path), trust_remote_code=server_args.trust_remote_code)
     scheduler = Scheduler(
         create_worker(server_args),

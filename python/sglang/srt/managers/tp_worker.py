@@ -60,13 +60,13 @@ class TpModelWorker:
         ids = np.concatenate(
             [
                 np.asarray(req.token_ids[s : s + n], dtype=np.int64)
-                for req, s, n in zip(batch.reqs, starts, batch.extend_lens)
+                for req, s, n in zip(batch.reqs, starts, batch.extend_lens, strict=True)
             ]
         )
         mode = CaptureHiddenMode.LAST if self.capture_hidden else CaptureHiddenMode.NULL
         fb = self._forward_batch(ForwardMode.EXTEND, batch.reqs, self._tensor(ids), batch.extend_lens, mode)
         out: LogitsProcessorOutput = self.runner.model.forward(fb)
-        last = self._tensor(np.array([s + n - 1 for s, n in zip(starts, batch.extend_lens)]))
+        last = self._tensor(np.array([s + n - 1 for s, n in zip(starts, batch.extend_lens, strict=True)]))
         return sample_tokens(out.next_token_logits, batch.sampling_info, last, 1), out.hidden_states
 
     def decode_rows(self, batch: ScheduleBatch, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -118,9 +118,9 @@ class TpModelWorker:
         kvs = [req.kv for req in reqs]
         assert all(kv is not None for kv in kvs), "a request without KV cannot run"
         starts = tuple(kv.committed_len for kv in kvs)  # type: ignore[union-attr]
-        ends = tuple(s + n for s, n in zip(starts, q_lens))
-        positions = self._tensor(np.concatenate([np.arange(s, e) for s, e in zip(starts, ends)]))
-        locs = [self.kv_manager.locs(kv, s, e) for kv, s, e in zip(kvs, starts, ends)]  # type: ignore[arg-type]
+        ends = tuple(s + n for s, n in zip(starts, q_lens, strict=True))
+        positions = self._tensor(np.concatenate([np.arange(s, e) for s, e in zip(starts, ends, strict=True)]))
+        locs = [self.kv_manager.locs(kv, s, e) for kv, s, e in zip(kvs, starts, ends, strict=True)]  # type: ignore[arg-type]
         req_rows = self._tensor(np.array([kv.req_pool_idx for kv in kvs]))  # type: ignore[union-attr]
         geometry = AttnGeometry(req_rows, ends, q_lens, starts, positions)
         logits_rows, tail = None, None

@@ -14,7 +14,7 @@ from sglang.srt.utils.hf_transformers.config import load_model_config
 
 
 def create_worker(args: ServerArgs) -> ModelWorker:
-    """``args`` must be resolved. ``ValueError`` for anything a user can mend; the pair is checked before weights load."""
+    """``args`` must be resolved. ``ValueError`` for what a user can mend; the pair is checked before weights load."""
     device = make_device(args.device)
     load, spec = args.load_config(), args.spec_config()
     config = load_model_config(load.model_path, overrides=load.overrides, trust_remote_code=load.trust_remote_code)

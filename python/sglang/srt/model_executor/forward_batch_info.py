@@ -36,8 +36,8 @@ class AttnGeometry:
     Row ``t`` of request ``b`` sees key position ``k`` when ``k < kv_lens[b]`` and ``k <= positions[t]``, and on sliding
     layers also ``k > positions[t] - window``.
 
-    req_pool_indices: [B] int64 rows of ``req_to_token``; kv_lens_cpu: tokens in the pool per request, counting those this
-    forward writes; q_lens_cpu: query rows per request, consecutive in the batch; positions: [T] int64.
+    req_pool_indices: [B] int64 rows of ``req_to_token``; kv_lens_cpu: tokens in the pool per request, counting those
+    this forward writes; q_lens_cpu: query rows per request, consecutive in the batch; positions: [T] int64.
     first_positions_cpu: position of each request's first query row.
     """
 

@@ -141,8 +141,8 @@ class Gemma4AssistantForCausalLM:
     def forward(self, fb: ForwardBatch, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One draft step.
 
-        ``fb.input_ids`` [B]: newest token of each row; ``hidden_states`` [B, Dt]: target state that predicted it, or the
-        second result of the step before. Returns the normed state [B, D] for ``draft_argmax`` and the next hidden
+        ``fb.input_ids`` [B]: newest token of each row; ``hidden_states`` [B, Dt]: target state that predicted it, or
+        the second result of the step before. Returns the normed state [B, D] for ``draft_argmax`` and the next hidden
         state [B, Dt].
         """
         if self._embed is None:

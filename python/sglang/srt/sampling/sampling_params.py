@@ -78,7 +78,9 @@ class SamplingParams:
             raise ValueError(f"sampling_params.{active[0]} is not supported yet: leave it out")
         unknown = sorted(set(values) - known - _LATER)
         if unknown:
-            raise ValueError(f"sampling_params has an unknown field {unknown[0]!r}: known fields are {', '.join(sorted(known))}")
+            raise ValueError(
+                f"sampling_params has an unknown field {unknown[0]!r}: known fields are {', '.join(sorted(known))}"
+            )
         given = {name: value for name, value in values.items() if name in known and value is not None}
         if "max_new_tokens" in values and values["max_new_tokens"] is None:
             given["max_new_tokens"] = None
@@ -129,4 +131,5 @@ def _integer(name: str, value: Any, low: int, high: int | None) -> None:
     good = isinstance(value, int) and not isinstance(value, bool)
     if good and value >= low and (high is None or value <= high):
         return
-    raise ValueError(f"{name} must be an integer of at least {low}{'' if high is None else f' and at most {high}'}, got {value!r:.200}")
+    right = "" if high is None else f" and at most {high}"
+    raise ValueError(f"{name} must be an integer of at least {low}{right}, got {value!r:.200}")

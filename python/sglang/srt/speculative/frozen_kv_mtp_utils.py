@@ -20,8 +20,8 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPContext
 
-# A drafting query stands at the bonus token's own index L - 1, the first position without KV. Counted from the number of
-# committed tokens (L - 1) that is +0; engines that draft from the last committed slot would say -1.
+# A drafting query stands at the bonus token's own index L - 1, the first position without KV. Counted from the number
+# of committed tokens (L - 1) that is +0; engines that draft from the last committed slot would say -1.
 FROZEN_POSITION_OFFSET = 0
 
 

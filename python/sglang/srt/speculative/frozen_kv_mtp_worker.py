@@ -100,6 +100,6 @@ class FrozenKVMTPWorker(TpModelWorker):
             "assistant_architecture": self.runner.config.architecture,
             "assistant_weights_bytes": self.runner.weight_bytes,
             "assistant_kv_bytes": 0,
-            "layer_map": {i: layer for i, layer in enumerate(self.context.target_layer_ids)},
+            "layer_map": dict(enumerate(self.context.target_layer_ids)),
         }
         return facts

@@ -27,6 +27,17 @@ class Device:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def set_compute_threads(wanted: int) -> int:
+    """Threads of CPU operators of the calling thread; 0 leaves one core to the rest of the server. Returns the number.
+
+    Operators wait for their slowest thread, so a thread that shares its core with another busy process slows every
+    operator down by a scheduling quantum.
+    """
+    threads = wanted if wanted > 0 else max(1, len(os.sched_getaffinity(0)) - 1)
+    torch.set_num_threads(threads)
+    return threads
+
+
 def make_device(kind: str) -> Device:
     """``kind`` is "auto", "cpu" or "cuda". Raises ``ValueError`` when CUDA is asked for and absent."""
     has_cuda = torch.cuda.is_available()

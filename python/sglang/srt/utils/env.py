@@ -47,4 +47,11 @@ SGLANG_DEBUG_KV_DIGEST = EnvVar(
     help="digest every target KV buffer before and after a draft, and fail if it changed",
 )
 
-ENVIRONMENT: tuple[EnvVar, ...] = (SGLANG_DEBUG_KV_DIGEST,)
+SGLANG_CPU_THREADS = EnvVar(
+    name="SGLANG_CPU_THREADS",
+    default=0,
+    parse=int,
+    help="threads an engine on a CPU computes with; 0: all cores but one, which tokenizing and HTTP need",
+)
+
+ENVIRONMENT: tuple[EnvVar, ...] = (SGLANG_DEBUG_KV_DIGEST, SGLANG_CPU_THREADS)

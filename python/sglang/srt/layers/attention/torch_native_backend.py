@@ -132,7 +132,7 @@ def _make_span(group: _Group, req_to_token: torch.Tensor, window: int | None, ra
     """Each request's keys are ``starts[b] .. starts[b] + L``, L the longest span of the group."""
     firsts = group.first_positions if window is not None else (0,) * group.num_requests
     starts = [max(0, first - window + 1) if window is not None else 0 for first in firsts]
-    lens = [kv_len - start for kv_len, start in zip(group.kv_lens, starts)]
+    lens = [kv_len - start for kv_len, start in zip(group.kv_lens, starts, strict=True)]
     longest = max(lens)
     device = req_to_token.device
     if group.num_requests == 1:
@@ -146,7 +146,11 @@ def _make_span(group: _Group, req_to_token: torch.Tensor, window: int | None, ra
         # rows past a request's end read its last slot and are masked out
         slots = req_to_token[group.req_rows[:, None], torch.minimum(key_pos, kv_lens[:, None] - 1)].reshape(-1)
     uniform = min(lens) == longest
-    if group.q_len == 1 and uniform and all(k <= f + 1 for k, f in zip(group.kv_lens, group.first_positions)):
+    if (
+        group.q_len == 1
+        and uniform
+        and all(k <= f + 1 for k, f in zip(group.kv_lens, group.first_positions, strict=True))
+    ):
         return _Span(slots, None)  # one query after (or at) the last key, window cut exactly: everything is visible
     q_pos = group.positions.view(group.num_requests, group.q_len, 1)
     keys = key_pos[:, None, :]
