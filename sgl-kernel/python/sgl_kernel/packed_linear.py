@@ -1,6 +1,7 @@
 """Matrix products with a weight stored in the blocked layout of the CPU library.
 
-For the few rows of a decode step the library's plain-layout product is much slower than its blocked layout, so float32 weights on a CPU are re-laid once after loading.
+For the few rows of a decode step the library's plain-layout product is much slower than its blocked layout, so float32
+weights on a CPU are re-laid once after loading.
 """
 
 from __future__ import annotations

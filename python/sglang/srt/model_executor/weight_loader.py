@@ -91,7 +91,7 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
 def _check(
     path: Path, slots: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], ignored: frozenset[str]
 ) -> None:
-    problems = []
+    problems: list[str] = []
     _add(problems, "missing", sorted(set(slots) - set(shapes)))
     _add(problems, "unexpected", sorted(set(shapes) - set(slots) - ignored))
     _add(

@@ -52,7 +52,8 @@ class SamplingParams:
             _integer("max_new_tokens", self.max_new_tokens, 0, None)
             if self.min_new_tokens > self.max_new_tokens:
                 raise ValueError(
-                    f"min_new_tokens must not exceed max_new_tokens, got {self.min_new_tokens} and {self.max_new_tokens}"
+                    "min_new_tokens must not exceed max_new_tokens, "
+                    f"got {self.min_new_tokens} and {self.max_new_tokens}"
                 )
         if self.sampling_seed is not None:
             _integer("sampling_seed", self.sampling_seed, -(1 << 63), (1 << 63) - 1)
