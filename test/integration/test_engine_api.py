@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 import sglang
 from sglang.srt.entrypoints.engine import Engine
@@ -22,6 +23,15 @@ COUNT = "<bos><|turn>user\nCount from 3 to 20.<turn|>\n<|turn>model\n"
 COUNTED = ", ".join(str(i) for i in range(3, 21))
 GREEDY = {"temperature": 0, "max_new_tokens": 100}
 LONG = {"max_new_tokens": 6000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two threads that wait for each other are many times slower wherever something else runs on the machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
