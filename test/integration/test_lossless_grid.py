@@ -72,7 +72,9 @@ def test_pages_chunks_prefixes_arrivals_and_sampling(
     params = mixed_params(len(prompts))
     plain = SchedulerDriver(target, None, 0, disable_radix_cache=True)
     alone = [plain.tokens([prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
-    driver = SchedulerDriver(target, assistant, 4, page_size=page_size, chunked_prefill_size=-(-chunk // page_size) * page_size)
+    driver = SchedulerDriver(
+        target, assistant, 4, page_size=page_size, chunked_prefill_size=-(-chunk // page_size) * page_size
+    )
     for arrivals in ([0] * 7, [0, 1, 2, 3, 5, 8, 13]):
         assert driver.tokens(prompts, params, arrivals=arrivals) == alone
     outs = driver.run(prompts, params)

@@ -24,8 +24,12 @@ def centroid_candidates(
         scores = F.linear(hidden, clustered_head.view(-1, clustered_head.shape[2])).view(batch, -1, per_cluster)
         picked = scores.gather(1, clusters[:, :, None].expand(-1, -1, per_cluster))
         return picked.reshape(batch, -1), clusters
-    rows = clustered_head.index_select(0, clusters.view(-1)).view(batch, top_k * per_cluster, -1)
-    return torch.bmm(rows, hidden.unsqueeze(2)).squeeze(2), clusters
+    if hidden.device.type == "cpu":
+        # reading a cluster in place is cheaper than gathering it first
+        rows = [torch.mv(clustered_head[c], hidden[b]) for b, row in enumerate(clusters.tolist()) for c in row]
+        return torch.cat(rows).view(batch, -1), clusters
+    gathered = clustered_head.index_select(0, clusters.view(-1)).view(batch, top_k * per_cluster, -1)
+    return torch.bmm(gathered, hidden.unsqueeze(2)).squeeze(2), clusters
 
 
 def centroid_argmax(

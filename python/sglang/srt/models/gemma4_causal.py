@@ -29,6 +29,7 @@ from sglang.srt.models.interfaces import WeightPlan
 
 RopeTables = dict[str, tuple[torch.Tensor, torch.Tensor]]
 WeightSlots = dict[str, torch.Tensor]
+_CACHED_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +242,10 @@ class DecoderStack:
     def finish_loading(self) -> None:
         for layer in self.layers:
             layer.self_attn.finish_loading()
-        for linear in self._linears:
-            linear.finish_loading()
+        # a model that stays in the cache between passes gains nothing from another layout
+        if sum(linear.num_bytes for linear in self._linears) > _CACHED_BYTES:
+            for linear in self._linears:
+                linear.finish_loading()
 
 
 class PerLayerEmbedding:
