@@ -242,9 +242,9 @@ def main() -> int:
     facts = asdict(run_facts(args.device))  # before the run: the commit may move while it lasts
     cells = run_benchmark(args)
     model = args.model_path if "/" not in args.model_path else Path(args.model_path).name
+    print(report(cells))
     if not args.no_output:
         append_records(args.output, [record for cell in cells for record in cell_records(cell, model, facts)])
-    print(report(cells))
     different = [f"{cell.task} at batch {cell.batch}" for cell in cells if cell.equal_share(SPEC, PLAIN) < 1.0]
     if different:
         print(f"speculation changed tokens: {', '.join(different)}", file=sys.stderr)

@@ -92,11 +92,11 @@ def command_line(argv: Sequence[str]) -> str:
 
 
 def _relative(word: str) -> str:
-    path = Path(word)
-    if not path.exists():
-        return word
-    path = path.resolve()
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+    flag, equals, value = word.rpartition("=")
+    path = Path(value).resolve()
+    if path.is_relative_to(ROOT) and path.exists():
+        return f"{flag}{equals}{path.relative_to(ROOT)}"
+    return f"{flag}{equals}{path.name}" if Path(value).is_absolute() else word
 
 
 def _git(*words: str) -> str:

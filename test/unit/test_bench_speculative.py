@@ -93,8 +93,10 @@ def test_nothing_is_written_when_one_record_is_malformed(common: ModuleType, tmp
 
 def test_command_keeps_no_foreign_path(common: ModuleType, tmp_path: Path) -> None:
     script = ROOT / "benchmark" / "common.py"
-    line = common.command_line([str(script), "--draft", str(tmp_path), "--tokens", "8"])
-    assert line == f"python benchmark/common.py --draft {tmp_path.name} --tokens 8"
+    line = common.command_line(
+        [str(script), "--draft", str(tmp_path), "--output=/nowhere/lines.jsonl", "--tokens", "8"]
+    )
+    assert line == f"python benchmark/common.py --draft {tmp_path.name} --output=lines.jsonl --tokens 8"
 
 
 def cell(bench: ModuleType, task: str = "count", spec_tokens: tuple[int, ...] = (1, 2, 3, 4, 5)) -> object:
