@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from sgl_kernel.packed_linear import pack_weight, packed_linear
+from sgl_kernel.packed_linear import PackedWeight, pack_weight, packed_linear
 
 
 class Linear:
@@ -19,7 +19,7 @@ class Linear:
     def __init__(self, in_features: int, widths: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.widths = tuple(widths)
         self._weight: torch.Tensor | None = torch.empty(sum(widths), in_features, dtype=dtype, device=device)
-        self._packed: torch.Tensor | None = None
+        self._packed: PackedWeight | None = None
 
     @property
     def weight(self) -> torch.Tensor:

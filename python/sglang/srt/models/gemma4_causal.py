@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from sgl_kernel.activation import gelu_tanh_and_mul
 from sgl_kernel.norm import rmsnorm
-from sgl_kernel.packed_linear import pack_weight, packed_linear
+from sgl_kernel.packed_linear import PackedWeight, pack_weight, packed_linear
 from sgl_kernel.rope import apply_rope
 from sglang.srt.configs.model_config import FULL, SLIDING, LayerKVSpec, ModelConfig, TextConfig
 from sglang.srt.layers.layernorm import RMSNorm
@@ -288,7 +288,7 @@ class Gemma4ForCausalLM:
         self.stack = DecoderStack(build)
         self.per_layer = PerLayerEmbedding(build) if text.per_layer_input_size else None
         self.lm_head: torch.Tensor = self.embed_tokens.weight
-        self._packed_head: torch.Tensor | None = None
+        self._packed_head: PackedWeight | None = None
         self.logits_processor = LogitsProcessor(text.final_logit_softcapping)
 
     def forward(self, fb: ForwardBatch) -> LogitsProcessorOutput:
