@@ -6,29 +6,44 @@ from functools import cache
 
 import torch
 
+from sgl_kernel.cpu_ops import usable
+
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """``x`` [..., D] normalised over its last dimension, times ``weight`` (broadcast against ``x``) if given.
 
     Same shape and dtype as ``x``. ``weight`` may be [D], or [heads, D] to norm several heads at once.
     """
-    if x.dtype is not torch.float32:
-        return rmsnorm(x.float(), None if weight is None else weight.float(), eps).to(x.dtype)
-    y = x * _inverse_rms(x, eps)
-    return y if weight is None else y.mul_(weight)
+    if weight is not None and weight.dim() == 1 and x.shape[-1] % 16 == 0:
+        ops = usable(x, weight)
+        if ops is not None:
+            y = torch.empty_like(x)
+            width = x.shape[-1]
+            ops.sgl_rmsnorm(x.data_ptr(), weight.data_ptr(), None, y.data_ptr(), x.numel() // width, width, eps)
+            return y
+    return rmsnorm_torch(x, weight, eps)
 
 
 def rmsnorm_add(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor) -> torch.Tensor:
     """``residual + rmsnorm(x, weight)``, all [..., D]; the norm is cast to the dtype of ``x`` before it is added."""
+    width = x.shape[-1]
+    ops = usable(x, weight, residual) if width % 16 == 0 else None
+    if ops is None:
+        return residual + rmsnorm_torch(x, weight, eps)
+    y = torch.empty_like(x)
+    rows = x.numel() // width
+    ops.sgl_rmsnorm(x.data_ptr(), weight.data_ptr(), residual.data_ptr(), y.data_ptr(), rows, width, eps)
+    return y
+
+
+def rmsnorm_torch(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """The reference of ``rmsnorm``."""
     if x.dtype is not torch.float32:
-        return residual + rmsnorm(x, weight, eps)
-    return torch.addcmul(residual, x * _inverse_rms(x, eps), weight)
-
-
-def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+        return rmsnorm_torch(x.float(), None if weight is None else weight.float(), eps).to(x.dtype)
     # vector_norm is one pass over x where pow + mean are two
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.addcmul(_constant(eps, x.device), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+    y = x * torch.addcmul(_constant(eps, x.device), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+    return y if weight is None else y.mul_(weight)
 
 
 @cache

@@ -1,7 +1,8 @@
-"""Matrix products with weights re-laid for the CPU library.
+"""Matrix products with weights re-laid for a CPU.
 
 For the few rows of a decode step the library's product with a plain [N, K] weight reaches a fraction of the memory
-bandwidth. Two other layouts of float32 weights come closer: blocked for two rows and more, transposed for one row.
+bandwidth. Float32 weights are therefore kept in panels of eight rows, which one stream reads in order, for up to 16 rows;
+and in the library's own blocked layout for more.
 """
 
 from __future__ import annotations
@@ -10,35 +11,51 @@ from dataclasses import dataclass
 
 import torch
 
+from sgl_kernel.cpu_ops import cpu_ops
+
 # below this many elements the call overhead of the blocked product is larger than what it saves
-_MIN_ELEMENTS = 1 << 15
+_MIN_BLOCKED_ELEMENTS = 1 << 15
 _ROWS_HINT = 64
-# a second layout doubles the memory of a weight, so large weights do without it
-_MAX_TRANSPOSED_ELEMENTS = 1 << 21
+# a second layout doubles the memory of a weight, so large weights do without panels
+_MAX_PANEL_ELEMENTS = 1 << 21
+_MAX_PANEL_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """``blocked``: opaque to everyone but the product; ``transposed`` [K, N] or None."""
+    """``plain`` [N, K] or None where ``blocked`` (opaque to all but its product) takes its place; ``panels``
+    [N / 8, K / 16, 8, 16] or None."""
 
-    blocked: torch.Tensor
-    transposed: torch.Tensor | None
+    num_rows: int
+    plain: torch.Tensor | None
+    blocked: torch.Tensor | None
+    panels: torch.Tensor | None
 
 
 def pack_weight(weight: torch.Tensor) -> PackedWeight | None:
-    """``weight`` [N, K] for ``packed_linear``; None where that would not help."""
-    suits = weight.device.type == "cpu" and weight.dtype is torch.float32 and weight.numel() >= _MIN_ELEMENTS
-    if not suits or not torch.backends.mkldnn.is_available():
+    """``weight`` [N, K] for ``packed_linear``; None where the plain product is best (not float32, not on a CPU)."""
+    if weight.device.type != "cpu" or weight.dtype is not torch.float32:
         return None
-    small = weight.numel() <= _MAX_TRANSPOSED_ELEMENTS
-    return PackedWeight(
-        torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT),
-        weight.t().contiguous() if small else None,
-    )
+    n, k = weight.shape
+    panels, blocked = None, None
+    if n % 8 == 0 and k % 16 == 0 and weight.numel() <= _MAX_PANEL_ELEMENTS and cpu_ops() is not None:
+        panels = weight.view(n // 8, 8, k // 16, 16).transpose(1, 2).contiguous()
+    if weight.numel() >= _MIN_BLOCKED_ELEMENTS and torch.backends.mkldnn.is_available():
+        blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
+    return PackedWeight(n, weight if blocked is None else None, blocked, panels)
 
 
 def packed_linear(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
     """``x`` [T, K] float32 -> [T, N]."""
-    if x.shape[0] == 1 and packed.transposed is not None:
-        return torch.mm(x, packed.transposed)
-    return torch.ops.mkldnn._linear_pointwise(x, packed.blocked, None, "none", [], "")
+    rows, width = x.shape
+    if packed.panels is not None and rows <= _MAX_PANEL_ROWS:
+        ops = cpu_ops()
+        assert ops is not None
+        x = x.contiguous()
+        y = torch.empty((rows, packed.num_rows))
+        ops.sgl_linear(x.data_ptr(), packed.panels.data_ptr(), y.data_ptr(), rows, packed.num_rows, width)
+        return y
+    if packed.blocked is not None:
+        return torch.ops.mkldnn._linear_pointwise(x, packed.blocked, None, "none", [], "")
+    assert packed.plain is not None
+    return torch.nn.functional.linear(x, packed.plain)

@@ -27,10 +27,6 @@ class Linear:
         assert self._weight is not None, "the weight has been re-laid already"
         return self._weight
 
-    @property
-    def num_bytes(self) -> int:
-        return self.weight.numel() * self.weight.element_size()
-
     def part(self, index: int) -> torch.Tensor:
         """View of the rows that checkpoint tensor ``index`` fills."""
         start = sum(self.widths[:index])

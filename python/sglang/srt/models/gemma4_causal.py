@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from sgl_kernel.activation import gelu_tanh_and_mul
-from sgl_kernel.norm import rmsnorm
+from sgl_kernel.activation import gelu_tanh_and_mul, gelu_tanh_mul
+from sgl_kernel.head_norm_rope import head_norm_rope
 from sgl_kernel.packed_linear import PackedWeight, pack_weight, packed_linear
-from sgl_kernel.rope import apply_rope
 from sglang.srt.configs.model_config import FULL, SLIDING, LayerKVSpec, ModelConfig, TextConfig
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import Linear
@@ -29,7 +28,6 @@ from sglang.srt.models.interfaces import WeightPlan
 
 RopeTables = dict[str, tuple[torch.Tensor, torch.Tensor]]
 WeightSlots = dict[str, torch.Tensor]
-_CACHED_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +78,10 @@ class Gemma4Attention:
         """``x`` [T, D] -> [T, D]."""
         rows, h, k = x.shape[0], self.num_heads, self.num_kv_heads
         cos, sin = rope[self.kind]
-        # q, k and v heads are normed together; v has no weight
-        heads = rmsnorm(self.qkv_proj(x).view(rows, -1, self.head_dim), None, self.eps)
-        rotated = apply_rope(heads[:, : h + k] * self.head_weights, cos, sin)
+        heads = self.qkv_proj(x).view(rows, -1, self.head_dim)
+        rotated, values = head_norm_rope(heads, self.head_weights, cos, sin, k, self.eps)
         if self.owns_kv:
-            out = self.attn.store_and_attend(rotated[:, :h], rotated[:, h:], heads[:, -k:], fb)
+            out = self.attn.store_and_attend(rotated[:, :h], rotated[:, h:], values, fb)
         else:
             out = self.attn.attend(rotated, fb)
         return self.o_proj(out.view(rows, -1))
@@ -164,8 +161,7 @@ class Gemma4PerLayerInput:
 
     def __call__(self, x: torch.Tensor, ple: torch.Tensor) -> torch.Tensor:
         """``x`` [T, D], ``ple`` [T, P] -> [T, D]."""
-        gated = F.gelu(self.gate(x), approximate="tanh") * ple
-        return self.post_norm.add_to(x, self.projection(gated))
+        return self.post_norm.add_to(x, self.projection(gelu_tanh_mul(self.gate(x), ple)))
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return {
@@ -242,10 +238,8 @@ class DecoderStack:
     def finish_loading(self) -> None:
         for layer in self.layers:
             layer.self_attn.finish_loading()
-        # a model that stays in the cache between passes gains nothing from another layout
-        if sum(linear.num_bytes for linear in self._linears) > _CACHED_BYTES:
-            for linear in self._linears:
-                linear.finish_loading()
+        for linear in self._linears:
+            linear.finish_loading()
 
 
 class PerLayerEmbedding:

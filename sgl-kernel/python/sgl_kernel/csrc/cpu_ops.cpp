@@ -1,0 +1,117 @@
+// Fused float32 operators for decode steps of a few rows on a CPU: plain C interface, no dependency.
+//
+// Every result element is computed in one fixed order that does not depend on the number of rows, so a row of a verified
+// block gets the same bits as the same row alone.
+
+#include <cmath>
+
+typedef float v16 __attribute__((vector_size(64), aligned(4)));
+
+static inline v16 load(const float* p) { return *reinterpret_cast<const v16*>(p); }
+
+static inline float lane_sum(v16 v) {
+  float sum = 0.0f;
+  for (int i = 0; i < 16; i++) sum += v[i];
+  return sum;
+}
+
+// One panel of 8 weight rows, [K / 16][8][16], against T rows of x; R panel rows at a time, so that all sums stay in
+// registers. The panel is read from memory once and from the first-level cache for further groups of R.
+template <int T, int R>
+static void panel(const float* x, const float* w, float* y, long n, long k) {
+  for (int first = 0; first < 8; first += R) {
+    v16 sum[T][R] = {};
+    for (long block = 0; block < k / 16; block++) {
+      const float* rows = w + (block * 8 + first) * 16;
+      for (int t = 0; t < T; t++) {
+        v16 value = load(x + t * k + block * 16);
+        for (int r = 0; r < R; r++) sum[t][r] += value * load(rows + r * 16);
+      }
+    }
+    for (int t = 0; t < T; t++)
+      for (int r = 0; r < R; r++) y[t * n + first + r] = lane_sum(sum[t][r]);
+  }
+}
+
+template <int T, int R>
+static void panels(const float* x, const float* w, float* y, long n, long k) {
+  for (long p = 0; p < n / 8; p++) panel<T, R>(x, w + p * 8 * k, y + p * 8, n, k);
+}
+
+// y[t, n] = sum over k of x[t, k] * w[n, k]; w in panels of 8 rows; t <= 16, n % 8 == 0, k % 16 == 0.
+extern "C" void sgl_linear(const float* x, const float* w, float* y, long t, long n, long k) {
+  while (t > 0) {
+    long rows = t > 6 ? (t >= 12 ? 6 : (t + 1) / 2) : t;
+    switch (rows) {
+      case 1: panels<1, 8>(x, w, y, n, k); break;
+      case 2: panels<2, 8>(x, w, y, n, k); break;
+      case 3: panels<3, 8>(x, w, y, n, k); break;
+      case 4: panels<4, 4>(x, w, y, n, k); break;
+      case 5: panels<5, 4>(x, w, y, n, k); break;
+      default: panels<6, 4>(x, w, y, n, k); break;
+    }
+    x += rows * k;
+    y += rows * n;
+    t -= rows;
+  }
+}
+
+static inline float inverse_rms(const float* x, long d, float eps) {
+  v16 sum = {};
+  for (long i = 0; i < d; i += 16) {
+    v16 value = load(x + i);
+    sum += value * value;
+  }
+  return 1.0f / std::sqrt(lane_sum(sum) / d + eps);
+}
+
+// y = rmsnorm(x) * w (+ residual), [rows, d]; w [d]; residual may be null; d % 16 == 0.
+extern "C" void sgl_rmsnorm(const float* x, const float* w, const float* residual, float* y, long rows, long d, float eps) {
+  for (long r = 0; r < rows; r++, x += d, y += d) {
+    float scale = inverse_rms(x, d, eps);
+    if (residual) {
+      for (long i = 0; i < d; i++) y[i] = residual[i] + x[i] * scale * w[i];
+      residual += d;
+    } else {
+      for (long i = 0; i < d; i++) y[i] = x[i] * scale * w[i];
+    }
+  }
+}
+
+// Heads of one token: the first `rotated` of `heads` are normed with weights w [rotated, d] and rotated by cos / signed sin
+// [rows, d]; `values` heads from `value_first` on are normed only.
+extern "C" void sgl_head_norm_rope(const float* x, const float* w, const float* cos, const float* sin, float* out,
+                                   float* value_out, long rows, long heads, long rotated, long value_first, long values,
+                                   long d, float eps) {
+  long half = d / 2;
+  for (long r = 0; r < rows; r++, x += heads * d, cos += d, sin += d) {
+    for (long h = 0; h < rotated; h++, out += d) {
+      const float* head = x + h * d;
+      const float* weight = w + h * d;
+      float scale = inverse_rms(head, d, eps);
+      for (long i = 0; i < half; i++) {
+        float a = head[i] * scale * weight[i], b = head[i + half] * scale * weight[i + half];
+        out[i] = a * cos[i] + b * sin[i];
+        out[i + half] = b * cos[i + half] + a * sin[i + half];
+      }
+    }
+    for (long h = 0; h < values; h++, value_out += d) {
+      const float* head = x + (value_first + h) * d;
+      float scale = inverse_rms(head, d, eps);
+      for (long i = 0; i < d; i++) value_out[i] = head[i] * scale;
+    }
+  }
+}
+
+static inline float gelu_tanh(float x) {
+  float z = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+  z = z > 15.0f ? 15.0f : (z < -15.0f ? -15.0f : z);
+  return 0.5f * x * (2.0f - 2.0f / (std::exp(2.0f * z) + 1.0f));
+}
+
+// y [rows, d] = gelu_tanh(gate) * up; gate and up are rows of width d, `gate_stride` and `up_stride` apart.
+extern "C" void sgl_gelu_mul(const float* gate, const float* up, float* y, long rows, long d, long gate_stride,
+                             long up_stride) {
+  for (long r = 0; r < rows; r++, gate += gate_stride, up += up_stride, y += d)
+    for (long i = 0; i < d; i++) y[i] = gelu_tanh(gate[i]) * up[i];
+}
