@@ -1,7 +1,7 @@
 """Matrix products with weights re-laid for a CPU.
 
 For the few rows of a decode step the library's product with a plain [N, K] weight reaches a fraction of the memory
-bandwidth. Float32 weights are therefore kept in panels of eight rows, which one stream reads in order, for up to 16 rows;
+bandwidth. Float32 weights are therefore kept in panels of 32 rows, which one stream reads in order, for up to 16 rows;
 and in the library's own blocked layout for more.
 """
 
@@ -24,7 +24,7 @@ _MAX_PANEL_ROWS = 16
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """``plain`` [N, K] or None where ``blocked`` (opaque to all but its product) takes its place; ``panels``
-    [N / 8, K / 16, 8, 16] or None."""
+    [N / 32, K, 32] or None."""
 
     num_rows: int
     plain: torch.Tensor | None
@@ -38,8 +38,8 @@ def pack_weight(weight: torch.Tensor) -> PackedWeight | None:
         return None
     n, k = weight.shape
     panels, blocked = None, None
-    if n % 8 == 0 and k % 16 == 0 and weight.numel() <= _MAX_PANEL_ELEMENTS and cpu_ops() is not None:
-        panels = weight.view(n // 8, 8, k // 16, 16).transpose(1, 2).contiguous()
+    if n % 32 == 0 and k % 2 == 0 and weight.numel() <= _MAX_PANEL_ELEMENTS and cpu_ops() is not None:
+        panels = weight.view(n // 32, 32, k).transpose(1, 2).contiguous()
     if weight.numel() >= _MIN_BLOCKED_ELEMENTS and torch.backends.mkldnn.is_available():
         blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
     return PackedWeight(n, weight if blocked is None else None, blocked, panels)

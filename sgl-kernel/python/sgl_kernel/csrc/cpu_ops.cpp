@@ -15,40 +15,48 @@ static inline float lane_sum(v16 v) {
   return sum;
 }
 
-// One panel of 8 weight rows, [K / 16][8][16], against T rows of x; R panel rows at a time, so that all sums stay in
-// registers. The panel is read from memory once and from the first-level cache for further groups of R.
-template <int T, int R>
+static inline void store(float* p, v16 v) { *reinterpret_cast<v16*>(p) = v; }
+
+// One panel of 32 weight rows, [k][32], against T rows of x. Lanes are weight rows, so nothing is summed across lanes; even
+// and odd k have sums of their own, which gives one row of x enough independent work.
+template <int T>
 static void panel(const float* x, const float* w, float* y, long n, long k) {
-  for (int first = 0; first < 8; first += R) {
-    v16 sum[T][R] = {};
-    for (long block = 0; block < k / 16; block++) {
-      const float* rows = w + (block * 8 + first) * 16;
+  v16 sum[2][T][2] = {};
+  for (long i = 0; i < k; i += 2, w += 64) {
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; odd++) {
+      v16 low = load(w + odd * 32), high = load(w + odd * 32 + 16);
+#pragma GCC unroll 8
       for (int t = 0; t < T; t++) {
-        v16 value = load(x + t * k + block * 16);
-        for (int r = 0; r < R; r++) sum[t][r] += value * load(rows + r * 16);
+        float value = x[t * k + i + odd];
+        sum[odd][t][0] += value * low;
+        sum[odd][t][1] += value * high;
       }
     }
-    for (int t = 0; t < T; t++)
-      for (int r = 0; r < R; r++) y[t * n + first + r] = lane_sum(sum[t][r]);
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < T; t++) {
+    store(y + t * n, sum[0][t][0] + sum[1][t][0]);
+    store(y + t * n + 16, sum[0][t][1] + sum[1][t][1]);
   }
 }
 
-template <int T, int R>
+template <int T>
 static void panels(const float* x, const float* w, float* y, long n, long k) {
-  for (long p = 0; p < n / 8; p++) panel<T, R>(x, w + p * 8 * k, y + p * 8, n, k);
+  for (long p = 0; p < n; p += 32) panel<T>(x, w + p * k, y + p, n, k);
 }
 
-// y[t, n] = sum over k of x[t, k] * w[n, k]; w in panels of 8 rows; t <= 16, n % 8 == 0, k % 16 == 0.
+// y[t, n] = sum over k of x[t, k] * w[n, k]; w in panels of 32 rows; n % 32 == 0, k % 2 == 0.
 extern "C" void sgl_linear(const float* x, const float* w, float* y, long t, long n, long k) {
   while (t > 0) {
-    long rows = t > 6 ? (t >= 12 ? 6 : (t + 1) / 2) : t;
+    long rows = t <= 6 ? t : (t < 12 ? (t + 1) / 2 : 6);
     switch (rows) {
-      case 1: panels<1, 8>(x, w, y, n, k); break;
-      case 2: panels<2, 8>(x, w, y, n, k); break;
-      case 3: panels<3, 8>(x, w, y, n, k); break;
-      case 4: panels<4, 4>(x, w, y, n, k); break;
-      case 5: panels<5, 4>(x, w, y, n, k); break;
-      default: panels<6, 4>(x, w, y, n, k); break;
+      case 1: panels<1>(x, w, y, n, k); break;
+      case 2: panels<2>(x, w, y, n, k); break;
+      case 3: panels<3>(x, w, y, n, k); break;
+      case 4: panels<4>(x, w, y, n, k); break;
+      case 5: panels<5>(x, w, y, n, k); break;
+      default: panels<6>(x, w, y, n, k); break;
     }
     x += rows * k;
     y += rows * n;
