@@ -8,26 +8,31 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from sgl_kernel.packed_linear import PackedWeight, packed_linear
+
 
 def centroid_candidates(
-    hidden: torch.Tensor, centroids: torch.Tensor, clustered_head: torch.Tensor, top_k: int
+    hidden: torch.Tensor,
+    centroids: torch.Tensor,
+    clustered_head: torch.Tensor,
+    top_k: int,
+    packed: PackedWeight | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of the tokens in each row's ``top_k`` best clusters.
 
-    ``hidden`` [B, D]; ``centroids`` [C, D]; ``clustered_head`` [C, V/C, D], the head's rows grouped by cluster.
+    ``hidden`` [B, D]; ``centroids`` [C, D]; ``clustered_head`` [C, V/C, D], the head's rows grouped by cluster;
+    ``packed``: the same rows for ``packed_linear``, where the head is small enough for the CPU to read whole.
     Returns logits [B, top_k * V/C] and the cluster of each group [B, top_k] int64.
     """
     clusters = F.linear(hidden, centroids).topk(top_k, dim=-1).indices
     batch, per_cluster = hidden.shape[0], clustered_head.shape[1]
-    if batch * top_k >= clustered_head.shape[0]:
-        # gathering would read at least as many rows as the whole head has
-        scores = F.linear(hidden, clustered_head.view(-1, clustered_head.shape[2])).view(batch, -1, per_cluster)
+    whole = clustered_head.view(-1, clustered_head.shape[2])
+    if packed is not None or batch * top_k >= clustered_head.shape[0]:
+        # gathering would take longer, or read at least as many rows as the whole head has
+        scores = F.linear(hidden, whole) if packed is None else packed_linear(hidden, packed)
+        scores = scores.view(batch, -1, per_cluster)
         picked = scores.gather(1, clusters[:, :, None].expand(-1, -1, per_cluster))
         return picked.reshape(batch, -1), clusters
-    if hidden.device.type == "cpu":
-        # reading a cluster in place is cheaper than gathering it first
-        rows = [torch.mv(clustered_head[c], hidden[b]) for b, row in enumerate(clusters.tolist()) for c in row]
-        return torch.cat(rows).view(batch, -1), clusters
     gathered = clustered_head.index_select(0, clusters.view(-1)).view(batch, top_k * per_cluster, -1)
     return torch.bmm(gathered, hidden.unsqueeze(2)).squeeze(2), clusters
 
@@ -38,9 +43,10 @@ def centroid_argmax(
     clustered_head: torch.Tensor,
     token_ordering: torch.Tensor,
     top_k: int,
+    packed: PackedWeight | None = None,
 ) -> torch.Tensor:
     """Best token id of each row, [B] int64. ``token_ordering`` [C, V/C] int64 names the tokens of each cluster."""
-    logits, clusters = centroid_candidates(hidden, centroids, clustered_head, top_k)
+    logits, clusters = centroid_candidates(hidden, centroids, clustered_head, top_k, packed)
     best = logits.argmax(dim=-1)
     per_cluster = clustered_head.shape[1]
     group = torch.div(best, per_cluster, rounding_mode="floor")

@@ -1,7 +1,6 @@
 """The compiled CPU operators: built with the machine's C++ compiler on first use, kept in a cache, called by pointer.
 
-Without a compiler every operator has its torch form, which is slower by several times at one request and computes the same
-up to rounding.
+Without a compiler every operator has its torch form, which computes the same up to rounding, more slowly.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ _SIGNATURES = {
     "sgl_rmsnorm": [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT],
     "sgl_head_norm_rope": [_POINTER] * 6 + [_LONG] * 6 + [_FLOAT],
     "sgl_gelu_mul": [_POINTER] * 3 + [_LONG] * 4,
+    "sgl_attention": [_POINTER] * 9 + [_LONG] * 8,
 }
 
 

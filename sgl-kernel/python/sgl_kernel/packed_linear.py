@@ -38,11 +38,18 @@ def pack_weight(weight: torch.Tensor) -> PackedWeight | None:
         return None
     n, k = weight.shape
     panels, blocked = None, None
-    if n % 32 == 0 and k % 2 == 0 and weight.numel() <= _MAX_PANEL_ELEMENTS and cpu_ops() is not None:
+    if has_panels(weight):
         panels = weight.view(n // 32, 32, k).transpose(1, 2).contiguous()
     if weight.numel() >= _MIN_BLOCKED_ELEMENTS and torch.backends.mkldnn.is_available():
         blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
     return PackedWeight(n, weight if blocked is None else None, blocked, panels)
+
+
+def has_panels(weight: torch.Tensor) -> bool:
+    """Whether a few rows times ``weight`` [N, K] can run at the speed of memory."""
+    n, k = weight.shape
+    suits = weight.is_cpu and weight.dtype is torch.float32 and n % 32 == 0 and k % 2 == 0
+    return suits and weight.numel() <= _MAX_PANEL_ELEMENTS and cpu_ops() is not None
 
 
 def packed_linear(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:

@@ -98,6 +98,10 @@ def test_packed_product_is_the_product(rows: int) -> None:
     torch.testing.assert_close(packed_linear(x, packed), x @ weight.T, atol=1e-3, rtol=1e-4)
 
 
-def test_small_and_low_precision_weights_stay_plain() -> None:
-    assert pack_weight(torch.randn(8, 8)) is None
+@pytest.mark.parametrize("rows", [1, 5])
+def test_odd_and_low_precision_weights_stay_plain(rows: int) -> None:
+    weight, x = torch.randn(9, 8), torch.randn(rows, 8)
+    packed = pack_weight(weight)
+    assert packed is not None and packed.panels is None and packed.blocked is None
+    torch.testing.assert_close(packed_linear(x, packed), x @ weight.T)
     assert pack_weight(torch.randn(512, 256).bfloat16()) is None

@@ -10,6 +10,7 @@ from collections.abc import Collection
 import torch
 
 from sgl_kernel.centroid_head import centroid_argmax
+from sgl_kernel.packed_linear import PackedWeight, has_panels, pack_weight
 from sglang.srt.configs.model_config import KVLayout, ModelConfig
 from sglang.srt.layers.vocab_embedding import ScaledEmbedding
 from sglang.srt.mem_cache.kv_pool import KVReader
@@ -84,6 +85,7 @@ class CentroidHead:
     def __init__(self, build: Build, num_centroids: int, top_k: int) -> None:
         vocab, width = build.text.vocab_size, build.text.hidden_size
         self.top_k = top_k
+        self._packed: PackedWeight | None = None
         self.centroids = build.empty(num_centroids, width)
         self.token_ordering = torch.empty(vocab, dtype=torch.int64, device=build.device)
         self.weight = build.empty(vocab, width)
@@ -91,7 +93,7 @@ class CentroidHead:
 
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` [B, D] -> [B] int64."""
-        return centroid_argmax(hidden, self.centroids, self.clustered, self.token_ordering, self.top_k)
+        return centroid_argmax(hidden, self.centroids, self.clustered, self.token_ordering, self.top_k, self._packed)
 
     def weight_slots(self) -> WeightSlots:
         return {
@@ -105,6 +107,8 @@ class CentroidHead:
         if self.weight.is_meta:
             return
         self.weight.copy_(self.weight[self.token_ordering])
+        if has_panels(self.weight):
+            self._packed = pack_weight(self.weight)
 
 
 class Gemma4AssistantForCausalLM:

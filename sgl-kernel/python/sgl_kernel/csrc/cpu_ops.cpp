@@ -10,9 +10,15 @@ typedef float v16 __attribute__((vector_size(64), aligned(4)));
 static inline v16 load(const float* p) { return *reinterpret_cast<const v16*>(p); }
 
 static inline float lane_sum(v16 v) {
-  float sum = 0.0f;
-  for (int i = 0; i < 16; i++) sum += v[i];
-  return sum;
+  typedef float v8 __attribute__((vector_size(32)));
+  typedef float v4 __attribute__((vector_size(16)));
+  v8 half[2];
+  __builtin_memcpy(half, &v, sizeof(v));
+  v8 eight = half[0] + half[1];
+  v4 quarter[2];
+  __builtin_memcpy(quarter, &eight, sizeof(eight));
+  v4 four = quarter[0] + quarter[1];
+  return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 static inline void store(float* p, v16 v) { *reinterpret_cast<v16*>(p) = v; }
@@ -112,9 +118,10 @@ extern "C" void sgl_head_norm_rope(const float* x, const float* w, const float* 
 }
 
 static inline float gelu_tanh(float x) {
-  float z = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-  z = z > 15.0f ? 15.0f : (z < -15.0f ? -15.0f : z);
-  return 0.5f * x * (2.0f - 2.0f / (std::exp(2.0f * z) + 1.0f));
+  // 0.5 * (1 + tanh(z)) is the logistic function of 2 z, which loses nothing to cancellation
+  float z = -1.5957691216057308f * (x + 0.044715f * x * x * x);
+  z = z > 80.0f ? 80.0f : (z < -80.0f ? -80.0f : z);
+  return x / (1.0f + std::exp(z));
 }
 
 // y [rows, d] = gelu_tanh(gate) * up; gate and up are rows of width d, `gate_stride` and `up_stride` apart.
@@ -122,4 +129,63 @@ extern "C" void sgl_gelu_mul(const float* gate, const float* up, float* y, long 
                              long up_stride) {
   for (long r = 0; r < rows; r++, gate += gate_stride, up += up_stride, y += d)
     for (long i = 0; i < d; i++) y[i] = gelu_tanh(gate[i]) * up[i];
+}
+
+// One query row of G heads that share a KV head, against keys lo .. hi of its request.
+template <int G>
+static void attend(const float* q, const float* key, const float* value, const int* slots, float* out, float* scores,
+                   long keys, long kv_stride, long d) {
+  for (long j = 0; j < keys; j++) {
+    const float* k = key + slots[j] * kv_stride;
+    v16 sum[G] = {};
+    for (long i = 0; i < d; i += 16) {
+      v16 part = load(k + i);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) sum[g] += part * load(q + g * d + i);
+    }
+    for (int g = 0; g < G; g++) scores[g * keys + j] = lane_sum(sum[g]);
+  }
+  float scale[G];
+  for (int g = 0; g < G; g++) {
+    float* s = scores + g * keys;
+    float best = s[0], total = 0.0f;
+    for (long j = 1; j < keys; j++) best = s[j] > best ? s[j] : best;
+    for (long j = 0; j < keys; j++) s[j] = std::exp(s[j] - best);
+    for (long j = 0; j < keys; j++) total += s[j];
+    scale[g] = 1.0f / total;
+  }
+  for (long i = 0; i < d; i += 16) {
+    v16 sum[G] = {};
+    for (long j = 0; j < keys; j++) {
+      v16 part = load(value + slots[j] * kv_stride + i);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) sum[g] += scores[g * keys + j] * part;
+    }
+    for (int g = 0; g < G; g++) store(out + g * d + i, sum[g] * scale[g]);
+  }
+}
+
+// Paged attention of `q_len` query rows for each of `batch` requests; softmax scale 1; d % 16 == 0.
+// q: rows `q_stride` apart, each [heads, d]; key, value: [slots, kv_heads, d]; req_to_token[req_rows[b] * row_len + p]:
+// slot of position p, for p < lens[b]. A row at position p sees positions <= p, and > p - window unless window is 0.
+// scratch: at least 4 * max(lens) floats; out [batch * q_len, heads, d].
+extern "C" void sgl_attention(const float* q, const float* key, const float* value, const int* req_to_token,
+                              const long* req_rows, const long* lens, const long* positions, float* out, float* scratch,
+                              long batch, long q_len, long heads, long kv_heads, long d, long q_stride, long row_len,
+                              long window) {
+  long ratio = heads / kv_heads, step = ratio % 4 == 0 ? 4 : (ratio % 2 == 0 ? 2 : 1), kv_stride = kv_heads * d;
+  for (long row = 0; row < batch * q_len; row++, q += q_stride, out += heads * d) {
+    long b = row / q_len, position = positions[row], low = 0, high = position + 1;
+    if (window && position - window + 1 > 0) low = position - window + 1;
+    if (high > lens[b]) high = lens[b];
+    const int* first = req_to_token + req_rows[b] * row_len + low;
+    for (long h = 0; h < heads; h += step) {
+      const float *k = key + h / ratio * d, *v = value + h / ratio * d;
+      switch (step) {
+        case 4: attend<4>(q + h * d, k, v, first, out + h * d, scratch, high - low, kv_stride, d); break;
+        case 2: attend<2>(q + h * d, k, v, first, out + h * d, scratch, high - low, kv_stride, d); break;
+        default: attend<1>(q + h * d, k, v, first, out + h * d, scratch, high - low, kv_stride, d); break;
+      }
+    }
+  }
 }

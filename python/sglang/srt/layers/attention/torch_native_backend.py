@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from sgl_kernel.attention_decode import MAX_ROWS, attend_paged, can_attend_paged
 from sglang.srt.mem_cache.kv_pool import LayerKV
 from sglang.srt.model_executor.forward_batch_info import AttnGeometry
 
@@ -41,11 +42,14 @@ class _Group:
 
 
 class TorchNativeAttnBackend:
-    def __init__(self, req_to_token: torch.Tensor) -> None:
+    """``compiled=False`` keeps to torch where a compiled operator could serve: the form others are held to."""
+
+    def __init__(self, req_to_token: torch.Tensor, *, compiled: bool = True) -> None:
         self._req_to_token = req_to_token
+        self._compiled = compiled
 
     def init_forward_metadata(self, geometry: AttnGeometry) -> TorchNativePlan:
-        return TorchNativePlan(_groups(geometry), self._req_to_token)
+        return TorchNativePlan(_groups(geometry), self._req_to_token, self._compiled)
 
 
 def _groups(g: AttnGeometry) -> list[_Group]:
@@ -77,9 +81,11 @@ def _groups(g: AttnGeometry) -> list[_Group]:
 
 
 class TorchNativePlan:
-    def __init__(self, groups: list[_Group], req_to_token: torch.Tensor) -> None:
+    def __init__(self, groups: list[_Group], req_to_token: torch.Tensor, compiled: bool) -> None:
         self._groups = groups
         self._req_to_token = req_to_token
+        self._compiled = compiled
+        self._kv_lens: dict[int, torch.Tensor] = {}
         self._spans: dict[tuple[int, int | None, int], _Span] = {}
         self._gathered: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -95,6 +101,8 @@ class TorchNativePlan:
 
     def _attend_group(self, index: int, q: torch.Tensor, kv: LayerKV) -> torch.Tensor:
         group = self._groups[index]
+        if group.q_len <= MAX_ROWS and self._compiled and can_attend_paged(q, kv.key, kv.value):
+            return self._attend_paged(index, q, kv)
         batch, q_len = group.num_requests, group.q_len
         heads, width = q.shape[1], q.shape[2]
         kv_heads = kv.key.shape[1]
@@ -107,6 +115,23 @@ class TorchNativePlan:
         out = _attention(folded, key, value, span.mask)
         out = out.view(batch, kv_heads, q_len, ratio, width).permute(0, 2, 1, 3, 4)
         return out.reshape(q.shape)
+
+    def _attend_paged(self, index: int, q: torch.Tensor, kv: LayerKV) -> torch.Tensor:
+        group = self._groups[index]
+        lens = self._kv_lens.get(index)
+        if lens is None:
+            lens = self._kv_lens[index] = torch.tensor(group.kv_lens)
+        return attend_paged(
+            q,
+            kv.key,
+            kv.value,
+            self._req_to_token,
+            group.req_rows,
+            lens,
+            group.positions,
+            max(group.kv_lens),
+            kv.window,
+        )
 
     def _gather(self, index: int, kv: LayerKV, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the span, [B, KH, L, D] each."""

@@ -1,0 +1,96 @@
+"""Compiled CPU operators against their torch references, and rows that do not depend on the batch around them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sgl_kernel.activation import gelu_tanh_and_mul, gelu_tanh_and_mul_torch, gelu_tanh_mul
+from sgl_kernel.cpu_ops import cpu_ops
+from sgl_kernel.head_norm_rope import head_norm_rope, head_norm_rope_torch
+from sgl_kernel.norm import rmsnorm, rmsnorm_add, rmsnorm_torch
+from sgl_kernel.packed_linear import pack_weight, packed_linear
+from sgl_kernel.rope import rope_tables
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.mem_cache.kv_pool import LayerKV
+from sglang.srt.model_executor.forward_batch_info import AttnGeometry
+
+
+@pytest.fixture(autouse=True)
+def need_compiler() -> None:
+    if cpu_ops() is None:
+        pytest.skip("there is no C++ compiler here")
+
+
+@pytest.mark.parametrize("rows", range(1, 17))
+@pytest.mark.parametrize("shape", [(32, 2), (64, 48), (2048, 256), (96, 1024)])
+def test_linear(shape: tuple[int, int], rows: int) -> None:
+    weight, x = torch.randn(shape), torch.randn(rows, shape[1])
+    packed = pack_weight(weight)
+    assert packed is not None and packed.panels is not None
+    got = packed_linear(x, packed)
+    torch.testing.assert_close(got, x @ weight.T, atol=2e-4, rtol=1e-4)
+    for row in range(rows):
+        assert torch.equal(packed_linear(x[row : row + 1], packed)[0], got[row])
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (5, 256), (3, 4, 32)])
+def test_norms(shape: tuple[int, ...]) -> None:
+    x, weight, residual = torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape)
+    torch.testing.assert_close(rmsnorm(x, weight, 1e-6), rmsnorm_torch(x, weight, 1e-6))
+    torch.testing.assert_close(rmsnorm_add(x, weight, 1e-6, residual), residual + rmsnorm_torch(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize(("num_in", "rotated", "values"), [(6, 5, 1), (5, 5, 1), (4, 4, 0), (12, 8, 4)])
+@pytest.mark.parametrize("width", [16, 64, 128])
+def test_head_norm_rope(num_in: int, rotated: int, values: int, width: int) -> None:
+    heads, weights = torch.randn(7, num_in, width), torch.randn(rotated, width)
+    cos, sin = rope_tables(torch.arange(7) * 11, torch.rand(width // 2), torch.float32)
+    got = head_norm_rope(heads, weights, cos, sin, values, 1e-6)
+    expected = head_norm_rope_torch(heads, weights, cos, sin, values, 1e-6)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_gated_gelu(scale: float) -> None:
+    gate_up = torch.randn(5, 2 * 48) * scale
+    torch.testing.assert_close(gelu_tanh_and_mul(gate_up), gelu_tanh_and_mul_torch(gate_up), atol=1e-5, rtol=1e-5)
+    apart = torch.randn(5, 3, 48)[:, 1]
+    gate = gate_up[:, :48].contiguous()
+    expected = gelu_tanh_and_mul_torch(torch.cat([gate, apart], -1))
+    torch.testing.assert_close(gelu_tanh_mul(gate, apart), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 64])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (4, 2), (3, 3), (6, 2), (8, 1)])
+@pytest.mark.parametrize("q_len", [1, 3, 16])
+def test_attention(q_len: int, heads: int, kv_heads: int, window: int | None) -> None:
+    """Ragged lengths, poisoned slots that nobody may read, drafts that stand behind their keys."""
+    width, committed = 32, [1, 9, 70]
+    generator = torch.Generator().manual_seed(1)
+    table = (torch.randperm(300, generator=generator)).view(3, 100).to(torch.int32)[[2, 0, 1]]
+    rows = torch.tensor([1, 2, 0])
+    for drafting in (False, True):
+        if drafting and (q_len > 1 or window == 1):
+            continue
+        kv_lens = tuple(n + (0 if drafting else q_len) for n in committed)
+        positions = torch.cat([torch.arange(n, n + q_len) for n in committed])
+        key, value = torch.full((300, kv_heads, width), float("nan")), torch.full((300, kv_heads, width), float("nan"))
+        for row, n in zip(rows.tolist(), kv_lens, strict=True):
+            used = table[row, :n].long()
+            key[used] = torch.randn(n, kv_heads, width, generator=generator)
+            value[used] = torch.randn(n, kv_heads, width, generator=generator)
+        kv = LayerKV(0, key, value, torch.float32, window)
+        q = torch.randn(3 * q_len, heads + 2, width, generator=generator)[:, :heads]
+        geometry = AttnGeometry(rows, kv_lens, (q_len,) * 3, tuple(committed), positions)
+        plans = [TorchNativeAttnBackend(table, compiled=c).init_forward_metadata(geometry) for c in (True, False)]
+        got, expected = (plan.attend(q, kv) for plan in plans)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        for b in range(3):
+            alone = AttnGeometry(
+                rows[b : b + 1], kv_lens[b : b + 1], (q_len,), (committed[b],), positions[b * q_len :][:q_len]
+            )
+            mine = q[b * q_len : (b + 1) * q_len]
+            plan = TorchNativeAttnBackend(table).init_forward_metadata(alone)
+            assert torch.equal(plan.attend(mine, kv), got[b * q_len : (b + 1) * q_len])
