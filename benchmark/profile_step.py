@@ -28,7 +28,7 @@ from sglang.srt.managers.worker_factory import create_worker
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, resolve_server_args
 from sglang.srt.speculative.frozen_kv_mtp_worker import FrozenKVMTPWorker
-from sglang.srt.utils.device import make_device
+from sglang.srt.utils.device import make_device, set_compute_threads
 from sglang.srt.utils.hf_transformers.tokenizer import load_tokenizer
 
 
@@ -155,7 +155,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--python", action="store_true", help="also list Python functions by their own time")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, help="torch threads; default: the engine's own choice")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; default: the engine's own choice")
     return parser.parse_args()
 
 
@@ -163,8 +163,7 @@ def main() -> None:
     args = parse_args()
     server_args = engine_args(args)
     scheduler = make_scheduler(server_args)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    set_compute_threads(args.threads)
     start_requests(scheduler, str(server_args.tokenizer_path), args.task, args.batch)
     run_steps(scheduler, 20)
     seconds, tokens = run_steps(scheduler, args.steps)
