@@ -342,11 +342,8 @@ def test_full_queue_is_answered_with_503() -> None:
         ([VOCAB], {}, "input_ids"),
         ([-1], {}, "input_ids"),
         ([1] * 128, {}, "input_ids"),
-        ([1], {"min_new_tokens": 1}, "min_new_tokens"),
-        ([1], {"frequency_penalty": 0.5}, "frequency_penalty"),
-        ([1], {"presence_penalty": 0.5}, "presence_penalty"),
-        ([1], {"repetition_penalty": 1.5}, "repetition_penalty"),
-        ([1], {"logit_bias": ((3, 1.0),)}, "logit_bias"),
+        ([1], {"stop_token_ids": (VOCAB,)}, "stop_token_ids"),
+        ([1], {"logit_bias": ((VOCAB, 1.0),)}, "logit_bias"),
         ([1], {"stop": ("x",)}, "stop"),
     ],
 )

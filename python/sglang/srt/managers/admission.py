@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpecCapabilities
 
-# controls that the sampler does not apply yet; refused, because ignoring them would answer another question
-_NOT_YET = ("min_new_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
-_DEFAULTS = SamplingParams()
 _SEED_BITS = 62
 
 
@@ -53,9 +50,8 @@ def make_req(msg: TokenizedGenerateReqInput, limits: AdmissionLimits, seeds: ran
     """
     params = msg.sampling_params
     _check_input_ids(msg.input_ids, limits)
-    for name in _NOT_YET:
-        if getattr(params, name) != getattr(_DEFAULTS, name):
-            raise ValueError(f"sampling_params.{name} is not supported yet: leave it out")
+    _check_vocabulary("stop_token_ids", params.stop_token_ids, limits)
+    _check_vocabulary("logit_bias", [token for token, _ in params.logit_bias], limits)
     if params.stop and not limits.has_tokenizer:
         raise ValueError("sampling_params.stop needs a tokenizer, and this server has none: use stop_token_ids")
     room = limits.max_len - len(msg.input_ids)
@@ -80,6 +76,10 @@ def _check_input_ids(input_ids: tuple[int, ...], limits: AdmissionLimits) -> Non
         raise ValueError(
             f"input_ids has {len(input_ids)} tokens, but at most {limits.max_req_input_len} fit: shorten the prompt"
         )
-    for bad in (min(input_ids), max(input_ids)):
-        if not 0 <= bad < limits.vocab_size:
-            raise ValueError(f"input_ids has the token id {bad}: ids must be from 0 to {limits.vocab_size - 1}")
+    _check_vocabulary("input_ids", (min(input_ids), max(input_ids)), limits)
+
+
+def _check_vocabulary(name: str, token_ids: Iterable[int], limits: AdmissionLimits) -> None:
+    for token in token_ids:
+        if not 0 <= token < limits.vocab_size:
+            raise ValueError(f"{name} has the token id {token}: ids must be from 0 to {limits.vocab_size - 1}")

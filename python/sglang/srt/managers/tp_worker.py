@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.logit_controls import apply_logit_controls
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import sample_tokens
 from sglang.srt.managers.schedule_batch import GenerationBatchResult, Req, ScheduleBatch
@@ -66,6 +67,8 @@ class TpModelWorker:
         mode = CaptureHiddenMode.LAST if self.capture_hidden else CaptureHiddenMode.NULL
         fb = self._forward_batch(ForwardMode.EXTEND, batch.reqs, self._tensor(ids), batch.extend_lens, mode)
         out: LogitsProcessorOutput = self.runner.model.forward(fb)
+        last_rows = torch.zeros((len(batch.reqs), 1), dtype=torch.int64, device=self._device)
+        apply_logit_controls(out.next_token_logits, batch.reqs, last_rows)
         last = self._tensor(np.array([s + n - 1 for s, n in zip(starts, batch.extend_lens, strict=True)]))
         return sample_tokens(out.next_token_logits, batch.sampling_info, last, 1), out.hidden_states
 
@@ -80,6 +83,7 @@ class TpModelWorker:
         kind = ForwardMode.DECODE if width == 1 else ForwardMode.TARGET_VERIFY
         fb = self._forward_batch(kind, batch.reqs, rows.reshape(-1), (width,) * num, mode)
         out: LogitsProcessorOutput = self.runner.model.forward(fb)
+        apply_logit_controls(out.next_token_logits, batch.reqs, rows)
         tokens = sample_tokens(out.next_token_logits, batch.sampling_info, fb.positions, width)
         hidden = None if out.hidden_states is None else out.hidden_states.view(num, width, -1)
         return tokens.view(num, width), hidden

@@ -69,6 +69,17 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
 
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits change by what the request has emitted, or by a bias."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+            or self.min_new_tokens > 0
+            or bool(self.logit_bias)
+        )
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Build from a request's ``sampling_params`` object; unknown names are an error that lists the known ones."""
