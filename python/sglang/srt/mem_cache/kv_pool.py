@@ -14,11 +14,13 @@ Whoever only reads asks for a ``KVReader``; only a ``KVCache`` can write.
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from sgl_kernel.kvcache import store_kv
@@ -160,6 +162,12 @@ def digest_layers(layers: Iterator[LayerKV]) -> str:
 
 def _allocate(spec: LayerKVSpec, slots: int, dtype: torch.dtype, device: torch.device | str) -> LayerKV:
     shape = (slots, spec.num_kv_heads, spec.head_dim)
-    key = torch.zeros(shape, dtype=dtype, device=device)
-    value = torch.zeros(shape, dtype=dtype, device=device)
+    key, value = _zeros(shape, dtype, torch.device(device)), _zeros(shape, dtype, torch.device(device))
     return LayerKV(spec.layer_id, key, value, dtype, spec.window)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU as pages the system hands out when first touched, so that an unused pool costs nothing."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
