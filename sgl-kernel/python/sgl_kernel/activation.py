@@ -1,4 +1,4 @@
-"""Gated GELU."""
+"""Gated GELU and the soft cap of logits."""
 
 from __future__ import annotations
 
@@ -31,6 +31,15 @@ def gelu_tanh_mul(gate: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
             ops.sgl_gelu_mul(gate.data_ptr(), factor.data_ptr(), y.data_ptr(), rows, width, width, factor.stride(0))
             return y
     return F.gelu(gate, approximate="tanh") * factor
+
+
+def softcap_(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """``cap * tanh(logits / cap)`` in place; any shape."""
+    ops = usable(logits)
+    if ops is None:
+        return logits.div_(cap).tanh_().mul_(cap)
+    ops.sgl_softcap(logits.data_ptr(), logits.numel(), cap)
+    return logits
 
 
 def gelu_tanh_and_mul_torch(gate_up: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from sgl_kernel.packed_linear import PackedWeight, packed_linear
+from sgl_kernel.packed_linear import PackedWeight, packed_linear, packed_linear_groups
 
 
 def centroid_candidates(
@@ -26,6 +26,8 @@ def centroid_candidates(
     """
     clusters = F.linear(hidden, centroids).topk(top_k, dim=-1).indices
     batch, per_cluster = hidden.shape[0], clustered_head.shape[1]
+    if packed is not None and per_cluster % 32 == 0 and batch * top_k < clustered_head.shape[0]:
+        return packed_linear_groups(hidden, packed, clusters, per_cluster), clusters
     whole = clustered_head.view(-1, clustered_head.shape[2])
     if packed is not None or batch * top_k >= clustered_head.shape[0]:
         # gathering would take longer, or read at least as many rows as the whole head has

@@ -52,6 +52,20 @@ def has_panels(weight: torch.Tensor) -> bool:
     return suits and weight.numel() <= _MAX_PANEL_ELEMENTS and cpu_ops() is not None
 
 
+def packed_linear_groups(x: torch.Tensor, packed: PackedWeight, groups: torch.Tensor, per_group: int) -> torch.Tensor:
+    """``x`` [B, K] times the weight's rows of its own groups: ``groups`` [B, G] int64, group g being rows
+    ``g * per_group`` and on (a multiple of 32) -> [B, G * per_group]. Needs panels."""
+    ops = cpu_ops()
+    assert ops is not None and packed.panels is not None and per_group % 32 == 0, f"{per_group=}"
+    x, groups = x.contiguous(), groups.contiguous()
+    batch, count = groups.shape
+    y = torch.empty((batch, count * per_group))
+    ops.sgl_linear_groups(
+        x.data_ptr(), packed.panels.data_ptr(), groups.data_ptr(), y.data_ptr(), batch, count, per_group, x.shape[1]
+    )
+    return y
+
+
 def packed_linear(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
     """``x`` [T, K] float32 -> [T, N]."""
     rows, width = x.shape

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sgl_kernel.activation import gelu_tanh_and_mul, gelu_tanh_and_mul_torch, gelu_tanh_mul
+from sgl_kernel.activation import gelu_tanh_and_mul, gelu_tanh_and_mul_torch, gelu_tanh_mul, softcap_
+from sgl_kernel.centroid_head import centroid_candidates
 from sgl_kernel.cpu_ops import cpu_ops
 from sgl_kernel.head_norm_rope import head_norm_rope, head_norm_rope_torch
 from sgl_kernel.norm import rmsnorm, rmsnorm_add, rmsnorm_torch
@@ -94,3 +95,20 @@ def test_attention(q_len: int, heads: int, kv_heads: int, window: int | None) ->
             mine = q[b * q_len : (b + 1) * q_len]
             plan = TorchNativeAttnBackend(table).init_forward_metadata(alone)
             assert torch.equal(plan.attend(mine, kv), got[b * q_len : (b + 1) * q_len])
+
+
+@pytest.mark.parametrize("cap", [5.0, 30.0])
+def test_softcap(cap: float) -> None:
+    logits = torch.cat([torch.randn(3, 70) * 20, torch.tensor([[-1e9, 1e9, 0.0, 1e-3] * 17 + [4.0, -4.0]])])
+    expected = torch.tanh(logits / cap) * cap
+    torch.testing.assert_close(softcap_(logits, cap), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 9])
+def test_centroid_candidates_of_a_packed_head(batch: int) -> None:
+    clusters, per, width, top_k = 12, 64, 48, 4
+    head, centroids, hidden = torch.randn(clusters, per, width), torch.randn(clusters, width), torch.randn(batch, width)
+    expected = centroid_candidates(hidden, centroids, head, top_k)
+    got = centroid_candidates(hidden, centroids, head, top_k, pack_weight(head.view(-1, width)))
+    torch.testing.assert_close(got[0], expected[0], atol=1e-4, rtol=1e-4)
+    assert torch.equal(got[1], expected[1])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sgl_kernel.activation import softcap_
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 
 
@@ -29,6 +30,6 @@ class LogitsProcessor:
         rows = hidden if fb.logits_rows is None else hidden[fb.logits_rows]
         logits = head(rows)
         if self.softcap is not None:
-            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
+            logits = softcap_(logits, self.softcap)
         kept = {CaptureHiddenMode.NULL: None, CaptureHiddenMode.LAST: rows, CaptureHiddenMode.FULL: hidden}
         return LogitsProcessorOutput(logits, kept[fb.capture_hidden_mode])

@@ -189,3 +189,20 @@ extern "C" void sgl_attention(const float* q, const float* key, const float* val
     }
   }
 }
+
+// y[b, i * per .. ] = rows of group groups[b * count + i] of w, times x[b]; w in panels of 32 rows, `per` rows a group.
+extern "C" void sgl_linear_groups(const float* x, const float* w, const long* groups, float* y, long batch, long count,
+                                  long per, long k) {
+  for (long b = 0; b < batch; b++, x += k)
+    for (long i = 0; i < count; i++, y += per) panels<1>(x, w + groups[b * count + i] * per * k, y, per, k);
+}
+
+// x = cap * tanh(x / cap), in place.
+extern "C" void sgl_softcap(float* x, long n, float cap) {
+  float scale = 2.0f / cap;
+  for (long i = 0; i < n; i++) {
+    float z = x[i] * scale;
+    z = z > 80.0f ? 80.0f : (z < -80.0f ? -80.0f : z);
+    x[i] = cap - 2.0f * cap / (std::exp(z) + 1.0f);
+  }
+}
