@@ -1,8 +1,8 @@
 """Matrix products with weights re-laid for a CPU.
 
 For the few rows of a decode step the library's product with a plain [N, K] weight reaches a fraction of the memory
-bandwidth. Float32 weights are therefore kept in panels of 32 rows, which one stream reads in order, for up to 16 rows;
-and in the library's own blocked layout for more.
+bandwidth. Small float32 weights are therefore kept in panels of 32 rows, which one stream reads in order and one thread
+multiplies faster than the library does; large ones in the library's own blocked layout, which uses every thread.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ from sgl_kernel.cpu_ops import cpu_ops
 # below this many elements the call overhead of the blocked product is larger than what it saves
 _MIN_BLOCKED_ELEMENTS = 1 << 15
 _ROWS_HINT = 64
-# a second layout doubles the memory of a weight, so large weights do without panels
 _MAX_PANEL_ELEMENTS = 1 << 21
-_MAX_PANEL_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """``plain`` [N, K] or None where ``blocked`` (opaque to all but its product) takes its place; ``panels``
-    [N / 32, K, 32] or None."""
+    """One of: ``panels`` [N / 32, K, 32], ``blocked`` (opaque to all but its product), ``plain`` [N, K]."""
 
     num_rows: int
     plain: torch.Tensor | None
@@ -37,12 +34,12 @@ def pack_weight(weight: torch.Tensor) -> PackedWeight | None:
     if weight.device.type != "cpu" or weight.dtype is not torch.float32:
         return None
     n, k = weight.shape
-    panels, blocked = None, None
     if has_panels(weight):
-        panels = weight.view(n // 32, 32, k).transpose(1, 2).contiguous()
+        return PackedWeight(n, None, None, weight.view(n // 32, 32, k).transpose(1, 2).contiguous())
     if weight.numel() >= _MIN_BLOCKED_ELEMENTS and torch.backends.mkldnn.is_available():
         blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
-    return PackedWeight(n, weight if blocked is None else None, blocked, panels)
+        return PackedWeight(n, None, blocked, None)
+    return PackedWeight(n, weight, None, None)
 
 
 def has_panels(weight: torch.Tensor) -> bool:
@@ -69,7 +66,7 @@ def packed_linear_groups(x: torch.Tensor, packed: PackedWeight, groups: torch.Te
 def packed_linear(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
     """``x`` [T, K] float32 -> [T, N]."""
     rows, width = x.shape
-    if packed.panels is not None and rows <= _MAX_PANEL_ROWS:
+    if packed.panels is not None:
         ops = cpu_ops()
         assert ops is not None
         x = x.contiguous()

@@ -23,7 +23,7 @@ def need_compiler() -> None:
         pytest.skip("there is no C++ compiler here")
 
 
-@pytest.mark.parametrize("rows", range(1, 17))
+@pytest.mark.parametrize("rows", [*range(1, 17), 80, 301])
 @pytest.mark.parametrize("shape", [(32, 2), (64, 48), (2048, 256), (96, 1024)])
 def test_linear(shape: tuple[int, int], rows: int) -> None:
     weight, x = torch.randn(shape), torch.randn(rows, shape[1])

@@ -47,27 +47,27 @@ static void panel(const float* x, const float* w, float* y, long n, long k) {
   }
 }
 
-template <int T>
-static void panels(const float* x, const float* w, float* y, long n, long k) {
-  for (long p = 0; p < n; p += 32) panel<T>(x, w + p * k, y + p, n, k);
-}
-
-// y[t, n] = sum over k of x[t, k] * w[n, k]; w in panels of 32 rows; n % 32 == 0, k % 2 == 0.
-extern "C" void sgl_linear(const float* x, const float* w, float* y, long t, long n, long k) {
+// All rows against one panel, at most six at a time: the panel comes from memory once and then from the first-level cache.
+static void rows_times_panel(const float* x, const float* w, float* y, long t, long n, long k) {
   while (t > 0) {
     long rows = t <= 6 ? t : (t < 12 ? (t + 1) / 2 : 6);
     switch (rows) {
-      case 1: panels<1>(x, w, y, n, k); break;
-      case 2: panels<2>(x, w, y, n, k); break;
-      case 3: panels<3>(x, w, y, n, k); break;
-      case 4: panels<4>(x, w, y, n, k); break;
-      case 5: panels<5>(x, w, y, n, k); break;
-      default: panels<6>(x, w, y, n, k); break;
+      case 1: panel<1>(x, w, y, n, k); break;
+      case 2: panel<2>(x, w, y, n, k); break;
+      case 3: panel<3>(x, w, y, n, k); break;
+      case 4: panel<4>(x, w, y, n, k); break;
+      case 5: panel<5>(x, w, y, n, k); break;
+      default: panel<6>(x, w, y, n, k); break;
     }
     x += rows * k;
     y += rows * n;
     t -= rows;
   }
+}
+
+// y[t, n] = sum over k of x[t, k] * w[n, k]; w in panels of 32 rows; n % 32 == 0, k % 2 == 0.
+extern "C" void sgl_linear(const float* x, const float* w, float* y, long t, long n, long k) {
+  for (long p = 0; p < n; p += 32) rows_times_panel(x, w + p * k, y + p, t, n, k);
 }
 
 static inline float inverse_rms(const float* x, long d, float eps) {
@@ -194,7 +194,7 @@ extern "C" void sgl_attention(const float* q, const float* key, const float* val
 extern "C" void sgl_linear_groups(const float* x, const float* w, const long* groups, float* y, long batch, long count,
                                   long per, long k) {
   for (long b = 0; b < batch; b++, x += k)
-    for (long i = 0; i < count; i++, y += per) panels<1>(x, w + groups[b * count + i] * per * k, y, per, k);
+    for (long i = 0; i < count; i++, y += per) sgl_linear(x, w + groups[b * count + i] * per * k, y, 1, per, k);
 }
 
 // x = cap * tanh(x / cap), in place.
