@@ -28,6 +28,7 @@ _SIGNATURES = {
     "sgl_head_norm_rope": [_POINTER] * 6 + [_LONG] * 6 + [_FLOAT],
     "sgl_gelu_mul": [_POINTER] * 3 + [_LONG] * 4,
     "sgl_linear_groups": [_POINTER] * 4 + [_LONG] * 4,
+    "sgl_rmsnorm_add_rmsnorm": [_POINTER] * 6 + [_LONG] * 2 + [_FLOAT],
     "sgl_softcap": [_POINTER, _LONG, _FLOAT],
     "sgl_attention": [_POINTER] * 9 + [_LONG] * 8,
 }

@@ -36,6 +36,23 @@ def rmsnorm_add(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: tor
     return y
 
 
+def rmsnorm_add_rmsnorm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor, next_weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``s = rmsnorm_add(x, weight, residual)`` and ``rmsnorm(s, next_weight)``, all [..., D]."""
+    width = x.shape[-1]
+    ops = usable(x, weight, residual, next_weight) if width % 16 == 0 else None
+    if ops is None:
+        total = rmsnorm_add(x, weight, eps, residual)
+        return total, rmsnorm(total, next_weight, eps)
+    total, y = torch.empty_like(x), torch.empty_like(x)
+    ops.sgl_rmsnorm_add_rmsnorm(
+        x.data_ptr(), weight.data_ptr(), residual.data_ptr(), next_weight.data_ptr(), total.data_ptr(), y.data_ptr(),
+        x.numel() // width, width, eps,
+    )  # fmt: skip
+    return total, y
+
+
 def rmsnorm_torch(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """The reference of ``rmsnorm``."""
     if x.dtype is not torch.float32:

@@ -9,7 +9,7 @@ from sgl_kernel.activation import gelu_tanh_and_mul, gelu_tanh_and_mul_torch, ge
 from sgl_kernel.centroid_head import centroid_candidates
 from sgl_kernel.cpu_ops import cpu_ops
 from sgl_kernel.head_norm_rope import head_norm_rope, head_norm_rope_torch
-from sgl_kernel.norm import rmsnorm, rmsnorm_add, rmsnorm_torch
+from sgl_kernel.norm import rmsnorm, rmsnorm_add, rmsnorm_add_rmsnorm, rmsnorm_torch
 from sgl_kernel.packed_linear import pack_weight, packed_linear
 from sgl_kernel.rope import rope_tables
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -39,7 +39,10 @@ def test_linear(shape: tuple[int, int], rows: int) -> None:
 def test_norms(shape: tuple[int, ...]) -> None:
     x, weight, residual = torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape)
     torch.testing.assert_close(rmsnorm(x, weight, 1e-6), rmsnorm_torch(x, weight, 1e-6))
-    torch.testing.assert_close(rmsnorm_add(x, weight, 1e-6, residual), residual + rmsnorm_torch(x, weight, 1e-6))
+    total = residual + rmsnorm_torch(x, weight, 1e-6)
+    torch.testing.assert_close(rmsnorm_add(x, weight, 1e-6, residual), total)
+    got = rmsnorm_add_rmsnorm(x, weight, 1e-6, residual, weight + 1)
+    torch.testing.assert_close(got, (total, rmsnorm_torch(total, weight + 1, 1e-6)))
 
 
 @pytest.mark.parametrize(("num_in", "rotated", "values"), [(6, 5, 1), (5, 5, 1), (4, 4, 0), (12, 8, 4)])

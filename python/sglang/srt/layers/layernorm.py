@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kernel.norm import rmsnorm, rmsnorm_add
+from sgl_kernel.norm import rmsnorm, rmsnorm_add, rmsnorm_add_rmsnorm
 
 
 class RMSNorm:
@@ -19,3 +19,7 @@ class RMSNorm:
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """``residual + norm(x)``."""
         return rmsnorm_add(x, self.weight, self.eps, residual)
+
+    def add_then_norm(self, residual: torch.Tensor, x: torch.Tensor, following: RMSNorm) -> tuple[torch.Tensor, ...]:
+        """``s = residual + norm(x)`` and ``following(s)``."""
+        return rmsnorm_add_rmsnorm(x, self.weight, self.eps, residual, following.weight)

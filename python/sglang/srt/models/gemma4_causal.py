@@ -186,8 +186,9 @@ class Gemma4DecoderLayer:
 
     def __call__(self, x: torch.Tensor, ple: torch.Tensor | None, rope: RopeTables, fb: ForwardBatch) -> torch.Tensor:
         """``x`` [T, D], ``ple`` [T, P] or None -> [T, D]."""
-        x = self.post_attention_norm.add_to(x, self.self_attn(self.input_norm(x), rope, fb))
-        out = self.mlp(self.pre_feedforward_norm(x))
+        out = self.self_attn(self.input_norm(x), rope, fb)
+        x, normed = self.post_attention_norm.add_then_norm(x, out, self.pre_feedforward_norm)
+        out = self.mlp(normed)
         if self.sparse is not None:
             out = self.sparse(out, x)
         x = self.post_feedforward_norm.add_to(x, out)

@@ -206,3 +206,10 @@ extern "C" void sgl_softcap(float* x, long n, float cap) {
     x[i] = cap - 2.0f * cap / (std::exp(z) + 1.0f);
   }
 }
+
+// sum = residual + rmsnorm(x) * w, then y = rmsnorm(sum) * next_w; [rows, d].
+extern "C" void sgl_rmsnorm_add_rmsnorm(const float* x, const float* w, const float* residual, const float* next_w,
+                                        float* sum, float* y, long rows, long d, float eps) {
+  sgl_rmsnorm(x, w, residual, sum, rows, d, eps);
+  sgl_rmsnorm(sum, next_w, nullptr, y, rows, d, eps);
+}
