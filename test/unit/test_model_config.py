@@ -309,7 +309,8 @@ def test_a_file_saved_again_means_the_same(name: str) -> None:
     layers = parse(raw).text.kv_layout.layers
     for spec, layer in zip(layers, library.text_config.per_layer_config, strict=True):
         assert (spec.head_dim, spec.num_kv_heads) == (layer.head_dim, layer.num_key_value_heads)
-    if not name.endswith("-assistant"):
+    # transformers before 5.24 does not say which layers share; the facts of the real models are checked elsewhere too
+    if not name.endswith("-assistant") and hasattr(library.text_config, "kv_sharing_modes"):
         modes = library.text_config.kv_sharing_modes
         assert [spec.owns_kv for spec in layers] == [mode != "reuse" for mode in modes]
         stores = {parse(raw).text.kv_layout.last_owner(kind).layer_id for kind in (SLIDING, FULL)}
