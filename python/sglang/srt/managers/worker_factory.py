@@ -15,6 +15,7 @@ from sglang.srt.utils.hf_transformers.config import load_model_config
 
 def create_worker(args: ServerArgs) -> ModelWorker:
     """``args`` must be resolved. ``ValueError`` for what a user can mend; the pair is checked before weights load."""
+    assert args.attention_backend is not None, "resolve_server_args has not run"
     device = make_device(args.device)
     load, spec = args.load_config(), args.spec_config()
     config = load_model_config(load.model_path, overrides=load.overrides, trust_remote_code=load.trust_remote_code)
@@ -36,7 +37,7 @@ def create_worker(args: ServerArgs) -> ModelWorker:
         dtype=runner.dtype,
         device=device,
     )
-    backend = load_entry(ATTENTION_BACKENDS, args.attention_backend or "torch_native")(memory.req_to_token)
+    backend = load_entry(ATTENTION_BACKENDS, args.attention_backend)(memory.req_to_token)
     target = TpModelWorker(runner, memory, backend, capture_hidden=spec is not None)
     if spec is None or draft_runner is None:
         return target

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from tqdm import tqdm
 
 from sglang.srt.models.interfaces import LoadableModel
 
-logger = logging.getLogger(__name__)
 _INDEX = "model.safetensors.index.json"
 _LISTED = 20
 
