@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import sglang
+from fixtures.waiting import wait_until
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.tokenizer_manager import SchedulerDiedError
 from sglang.srt.server_args import ServerArgs
@@ -115,8 +116,7 @@ def test_any_thread(engine: Engine) -> None:
 def test_abort_and_flush(engine: Engine) -> None:
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(engine.generate, "<bos>", LONG, rid="long")
-        while engine.abort_request("long") == 0:
-            time.sleep(0.01)
+        wait_until(lambda: engine.abort_request("long"), "a request to abort")
         assert running.result()["meta_info"]["finish_reason"]["type"] == "abort"
     _assert_balanced(engine)
     assert engine.flush_cache() and engine.get_server_info()["integrity"]["evictable"] == 0

@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from fixtures.server_process import ServerProcess, launch, ready_server
+from fixtures.waiting import wait_until
 
 KEY = "open sesame"
 LONG = {"text": "<bos>", "sampling_params": {"max_new_tokens": 6000, "ignore_eos": True}}
@@ -67,14 +68,21 @@ def test_the_key_opens_and_stays_secret(small: ServerProcess, session: httpx.Cli
     assert KEY not in log and f'-H "Authorization: Bearer {KEY}"' in announced
 
 
+def _state(session: httpx.Client) -> dict[str, Any]:
+    state: dict[str, Any] = session.get("/server_info").json()["internal_states"][0]
+    return state
+
+
 def test_full_queue_is_status_503(session: httpx.Client) -> None:
     def post(_: int) -> httpx.Response:
         return session.post("/generate", json=LONG)
 
     with ThreadPoolExecutor(8) as pool:
-        pending = [pool.submit(post, i) for i in range(2)]
-        while session.get("/server_info").json()["num_pending_requests"] < 2:
-            time.sleep(0.02)
+        pending = [pool.submit(post, 0)]
+        # one after the other: two that arrive together both wait for a moment, and the queue holds one
+        wait_until(lambda: _state(session)["num_running_reqs"] == 1, "the first request to run")
+        pending.append(pool.submit(post, 1))
+        wait_until(lambda: _state(session)["num_queue_reqs"] == 1, "the second request to wait")
         for stream in (False, True):
             refused = session.post("/generate", json=LONG | {"stream": stream})
             assert refused.status_code == 503 and "the queue is full" in refused.json()["error"]["message"]
@@ -116,8 +124,8 @@ def test_an_interrupt_ends_everything_and_lets_short_requests_finish(tmp_path: P
 
 def test_a_signal_during_start_up_ends_everything(tmp_path: Path) -> None:
     with launch(tmp_path, "--model-path", "tiny-gemma4") as server:
-        while not any(b"spawn_main" in _command(pid) for pid in _children(server.process.pid)):
-            time.sleep(0.05)
+        pid = server.process.pid
+        wait_until(lambda: any(b"spawn_main" in _command(child) for child in _children(pid)), "the scheduler process")
         time.sleep(1.0)
         scheduler = server.scheduler_pid()
         server.process.send_signal(signal.SIGTERM)
@@ -141,8 +149,8 @@ def test_death_of_the_scheduler_fails_requests_and_ends_the_server(tmp_path: Pat
             return httpx.post(f"{server.url}/generate", json=LONG | {"stream": stream}, timeout=30)
 
         pending = [pool.submit(post, stream) for stream in (False, True)]
-        while httpx.get(f"{server.url}/server_info").json()["num_pending_requests"] < 2:
-            time.sleep(0.02)
+        info = f"{server.url}/server_info"
+        wait_until(lambda: httpx.get(info).json()["num_pending_requests"] == 2, "both requests to be open")
         os.kill(server.scheduler_pid(), signal.SIGKILL)
         whole, stream = (future.result() for future in pending)
         assert whole.status_code == 500 and "SIGKILL" in whole.json()["error"]["message"]

@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from fixtures.server_process import ServerProcess, ready_server
+from fixtures.waiting import wait_until
 
 COUNT = "Count from 3 to 20."
 COUNTED = ", ".join(str(i) for i in range(3, 21))
@@ -215,8 +216,7 @@ def test_abort_by_id(http: httpx.Client) -> None:
     body = {"text": "<bos>", "rid": "long", "sampling_params": {"max_new_tokens": 6000, "ignore_eos": True}}
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(http.post, "/generate", json=body)
-        while http.post("/abort_request", json={"rid": "long"}).json()["aborted"] == 0:
-            time.sleep(0.02)
+        wait_until(lambda: http.post("/abort_request", json={"rid": "long"}).json()["aborted"], "a request to abort")
         reply = running.result()
     assert reply.status_code == 200
     assert reply.json()["meta_info"]["finish_reason"]["type"] == "abort"
