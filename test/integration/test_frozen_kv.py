@@ -158,7 +158,7 @@ def test_topk_expansion_repeats_each_request(tiny_checkpoints: Path) -> None:
     for one in rounds:
         one.prefill()
     geometry = frozen_kv_target_view([one.req.kv for one in rounds], torch.device("cpu"))
-    assert geometry.kv_lens_cpu == (5, 9) and geometry.positions.tolist() == [5, 9]
+    assert geometry.kv_lens.tolist() == [5, 9] and geometry.positions.tolist() == [5, 9]
     wide = expand_for_topk_draft(geometry, 2)
-    assert wide.kv_lens_cpu == (5, 5, 9, 9) and wide.positions.tolist() == [5, 5, 9, 9]
+    assert wide.kv_lens.tolist() == [5, 5, 9, 9] and wide.positions.tolist() == [5, 5, 9, 9]
     assert expand_for_topk_draft(geometry, 1) is geometry

@@ -27,6 +27,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
     ForwardMode,
+    HostLens,
     TailBatch,
 )
 from sglang.srt.models.gemma4_mtp import CentroidHead, Gemma4AssistantForCausalLM, build_frozen_kv_mtp_context
@@ -144,12 +145,11 @@ class EngineProbe:
 
     def _geometry(self, requests: list[int], starts: list[int], q_lens: list[int]) -> AttnGeometry:
         spans = zip(starts, q_lens, strict=True)
-        return AttnGeometry(
-            req_pool_indices=torch.tensor(requests),
-            kv_lens_cpu=tuple(self.kv_lens[r] for r in requests),
-            q_lens_cpu=tuple(q_lens),
-            first_positions_cpu=tuple(starts),
-            positions=torch.cat([torch.arange(start, start + n) for start, n in spans]),
+        return AttnGeometry.from_host(
+            torch.tensor(requests),
+            torch.cat([torch.arange(start, start + n) for start, n in spans]),
+            tuple(q_lens),
+            HostLens(tuple(self.kv_lens[r] for r in requests), tuple(starts)),
         )
 
 

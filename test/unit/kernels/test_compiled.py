@@ -14,7 +14,7 @@ from sgl_kernel.packed_linear import pack_weight, packed_linear
 from sgl_kernel.rope import rope_tables
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.kv_pool import LayerKV
-from sglang.srt.model_executor.forward_batch_info import AttnGeometry
+from sglang.srt.model_executor.forward_batch_info import AttnGeometry, HostLens
 
 
 @pytest.fixture(autouse=True)
@@ -87,14 +87,13 @@ def test_attention(q_len: int, heads: int, kv_heads: int, window: int | None) ->
             value[used] = torch.randn(n, kv_heads, width, generator=generator)
         kv = LayerKV(0, key, value, torch.float32, window)
         q = torch.randn(3 * q_len, heads + 2, width, generator=generator)[:, :heads]
-        geometry = AttnGeometry(rows, kv_lens, (q_len,) * 3, tuple(committed), positions)
+        geometry = AttnGeometry.from_host(rows, positions, (q_len,) * 3, HostLens(kv_lens, tuple(committed)))
         plans = [TorchNativeAttnBackend(table, compiled=c).init_forward_metadata(geometry) for c in (True, False)]
         got, expected = (plan.attend(q, kv) for plan in plans)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
         for b in range(3):
-            alone = AttnGeometry(
-                rows[b : b + 1], kv_lens[b : b + 1], (q_len,), (committed[b],), positions[b * q_len :][:q_len]
-            )
+            host = HostLens(kv_lens[b : b + 1], (committed[b],))
+            alone = AttnGeometry.from_host(rows[b : b + 1], positions[b * q_len :][:q_len], (q_len,), host)
             mine = q[b * q_len : (b + 1) * q_len]
             plan = TorchNativeAttnBackend(table).init_forward_metadata(alone)
             assert torch.equal(plan.attend(mine, kv), got[b * q_len : (b + 1) * q_len])

@@ -5,6 +5,8 @@ Shapes: B requests, N rows per request in a decode step, V vocabulary, H hidden 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -19,6 +21,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
     ForwardMode,
+    HostLens,
     TailBatch,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -126,7 +129,7 @@ class TpModelWorker:
         positions = self._tensor(np.concatenate([np.arange(s, e) for s, e in zip(starts, ends, strict=True)]))
         locs = [self.kv_manager.locs(kv, s, e) for kv, s, e in zip(kvs, starts, ends, strict=True)]  # type: ignore[arg-type]
         req_rows = self._tensor(np.array([kv.req_pool_idx for kv in kvs]))  # type: ignore[union-attr]
-        geometry = AttnGeometry(req_rows, ends, q_lens, starts, positions)
+        geometry = AttnGeometry.from_host(req_rows, positions, q_lens, HostLens(ends, starts))
         logits_rows, tail = None, None
         if mode is ForwardMode.EXTEND:
             logits_rows = self._tensor(np.cumsum(q_lens) - 1)
@@ -150,14 +153,10 @@ class TpModelWorker:
     ) -> TailBatch:
         """The last row of each request, as a decode that writes nothing."""
         positions = geometry.positions[rows]
-        num = len(geometry.kv_lens_cpu)
-        last = AttnGeometry(
-            geometry.req_pool_indices,
-            geometry.kv_lens_cpu,
-            (1,) * num,
-            tuple(end - 1 for end in geometry.kv_lens_cpu),
-            positions,
-        )
+        assert geometry.host is not None
+        ends = geometry.host.kv_lens
+        host = HostLens(ends, tuple(end - 1 for end in ends))
+        last = replace(geometry, positions=positions, q_lens_cpu=(1,) * len(ends), host=host)
         batch = ForwardBatch(
             mode=ForwardMode.DECODE,
             input_ids=input_ids[rows],

@@ -30,22 +30,40 @@ class CaptureHiddenMode(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class HostLens:
+    """Per request, what the host knows of a geometry: tokens in the pool, and the position of its first query row."""
+
+    kv_lens: tuple[int, ...]
+    first_positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AttnGeometry:
     """All that attention planning may know; no speculative field can leak into a plan.
 
     Row ``t`` of request ``b`` sees key position ``k`` when ``k < kv_lens[b]`` and ``k <= positions[t]``, and on sliding
     layers also ``k > positions[t] - window``.
 
-    req_pool_indices: [B] int64 rows of ``req_to_token``; kv_lens_cpu: tokens in the pool per request, counting those
-    this forward writes; q_lens_cpu: query rows per request, consecutive in the batch; positions: [T] int64.
-    first_positions_cpu: position of each request's first query row.
+    req_pool_indices: [B] int64 rows of ``req_to_token``; kv_lens: [B] int64, tokens in the pool per request, counting
+    those this forward writes; positions: [T] int64; q_lens_cpu: query rows per request, consecutive in the batch;
+    max_kv_len: no request's ``kv_lens`` is larger; host: the lengths as the host has them, None in a captured forward,
+    whose lengths are known on the device only.
     """
 
     req_pool_indices: torch.Tensor
-    kv_lens_cpu: tuple[int, ...]
-    q_lens_cpu: tuple[int, ...]
-    first_positions_cpu: tuple[int, ...]
+    kv_lens: torch.Tensor
     positions: torch.Tensor
+    q_lens_cpu: tuple[int, ...]
+    max_kv_len: int
+    host: HostLens | None
+
+    @classmethod
+    def from_host(
+        cls, req_pool_indices: torch.Tensor, positions: torch.Tensor, q_lens: tuple[int, ...], host: HostLens
+    ) -> AttnGeometry:
+        """A geometry whose lengths the host knows."""
+        kv_lens = torch.tensor(host.kv_lens, dtype=torch.int64, device=positions.device)
+        return cls(req_pool_indices, kv_lens, positions, q_lens, max(host.kv_lens), host)
 
 
 class AttnPlan(Protocol):

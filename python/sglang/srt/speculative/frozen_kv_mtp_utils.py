@@ -17,6 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
     ForwardMode,
+    HostLens,
 )
 from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPContext
 
@@ -33,12 +34,11 @@ def set_frozen_kv_positions(committed_lens: Sequence[int], device: torch.device)
 def frozen_kv_target_view(kvs: Sequence[RequestKV], device: torch.device) -> AttnGeometry:
     """What a draft may see, for planning: the committed prefix of each request and never an uncommitted slot."""
     committed = tuple(kv.committed_len for kv in kvs)
-    return AttnGeometry(
-        req_pool_indices=torch.tensor([kv.req_pool_idx for kv in kvs], device=device),
-        kv_lens_cpu=committed,
-        q_lens_cpu=(1,) * len(kvs),
-        first_positions_cpu=tuple(n + FROZEN_POSITION_OFFSET for n in committed),
-        positions=set_frozen_kv_positions(committed, device),
+    return AttnGeometry.from_host(
+        torch.tensor([kv.req_pool_idx for kv in kvs], device=device),
+        set_frozen_kv_positions(committed, device),
+        (1,) * len(kvs),
+        HostLens(committed, tuple(n + FROZEN_POSITION_OFFSET for n in committed)),
     )
 
 
@@ -50,12 +50,14 @@ def expand_for_topk_draft(geometry: AttnGeometry, topk: int) -> AttnGeometry:
     def repeat(values: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(value for value in values for _ in range(topk))
 
+    host = geometry.host
     return AttnGeometry(
         req_pool_indices=geometry.req_pool_indices.repeat_interleave(topk),
-        kv_lens_cpu=repeat(geometry.kv_lens_cpu),
-        q_lens_cpu=repeat(geometry.q_lens_cpu),
-        first_positions_cpu=repeat(geometry.first_positions_cpu),
+        kv_lens=geometry.kv_lens.repeat_interleave(topk),
         positions=geometry.positions.repeat_interleave(topk),
+        q_lens_cpu=repeat(geometry.q_lens_cpu),
+        max_kv_len=geometry.max_kv_len,
+        host=None if host is None else HostLens(repeat(host.kv_lens), repeat(host.first_positions)),
     )
 
 

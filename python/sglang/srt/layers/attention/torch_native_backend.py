@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from sgl_kernel.attention_decode import MAX_ROWS, attend_paged, can_attend_paged
 from sglang.srt.mem_cache.kv_pool import LayerKV
-from sglang.srt.model_executor.forward_batch_info import AttnGeometry
+from sglang.srt.model_executor.forward_batch_info import AttnGeometry, HostLens
 
 # Long prefills are cut so that mask and scores stay small: query rows x keys of one product.
 _MAX_SCORES = 1 << 22
@@ -34,6 +34,7 @@ class _Group:
 
     rows: torch.Tensor | None
     req_rows: torch.Tensor
+    kv_lens_device: torch.Tensor
     positions: torch.Tensor
     num_requests: int
     q_len: int
@@ -53,12 +54,12 @@ class TorchNativeAttnBackend:
 
 
 def _groups(g: AttnGeometry) -> list[_Group]:
+    num = len(g.q_lens_cpu)
+    host = g.host or _read_lens(g)
     lens = sorted(set(g.q_lens_cpu))
     if len(lens) == 1:
         return [
-            _Group(
-                None, g.req_pool_indices, g.positions, len(g.kv_lens_cpu), lens[0], g.kv_lens_cpu, g.first_positions_cpu
-            )
+            _Group(None, g.req_pool_indices, g.kv_lens, g.positions, num, lens[0], host.kv_lens, host.first_positions)
         ]
     starts = torch.tensor([0, *g.q_lens_cpu]).cumsum(0).tolist()
     groups = []
@@ -70,14 +71,21 @@ def _groups(g: AttnGeometry) -> list[_Group]:
             _Group(
                 rows,
                 g.req_pool_indices[picked],
+                g.kv_lens[picked],
                 g.positions[rows],
                 len(members),
                 q_len,
-                tuple(g.kv_lens_cpu[b] for b in members),
-                tuple(g.first_positions_cpu[b] for b in members),
+                tuple(host.kv_lens[b] for b in members),
+                tuple(host.first_positions[b] for b in members),
             )
         )
     return groups
+
+
+def _read_lens(g: AttnGeometry) -> HostLens:
+    """This backend plans on the host; a geometry that lives on the device alone is read back."""
+    firsts = torch.tensor([0, *g.q_lens_cpu[:-1]]).cumsum(0).to(g.positions.device)
+    return HostLens(tuple(g.kv_lens.tolist()), tuple(g.positions[firsts].tolist()))
 
 
 class TorchNativePlan:
@@ -85,7 +93,6 @@ class TorchNativePlan:
         self._groups = groups
         self._req_to_token = req_to_token
         self._compiled = compiled
-        self._kv_lens: dict[int, torch.Tensor] = {}
         self._spans: dict[tuple[int, int | None, int], _Span] = {}
         self._gathered: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -118,16 +125,13 @@ class TorchNativePlan:
 
     def _attend_paged(self, index: int, q: torch.Tensor, kv: LayerKV) -> torch.Tensor:
         group = self._groups[index]
-        lens = self._kv_lens.get(index)
-        if lens is None:
-            lens = self._kv_lens[index] = torch.tensor(group.kv_lens)
         return attend_paged(
             q,
             kv.key,
             kv.value,
             self._req_to_token,
             group.req_rows,
-            lens,
+            group.kv_lens_device,
             group.positions,
             max(group.kv_lens),
             kv.window,
@@ -167,7 +171,7 @@ def _make_span(group: _Group, req_to_token: torch.Tensor, window: int | None, ra
     else:
         offsets = torch.arange(longest, device=device)
         key_pos = torch.tensor(starts, device=device)[:, None] + offsets
-        kv_lens = torch.tensor(group.kv_lens, device=device)
+        kv_lens = group.kv_lens_device
         # rows past a request's end read its last slot and are masked out
         slots = req_to_token[group.req_rows[:, None], torch.minimum(key_pos, kv_lens[:, None] - 1)].reshape(-1)
     uniform = min(lens) == longest
