@@ -1,0 +1,196 @@
+"""Time of one target pass and of one speculative round at the five published sizes, on random weights.
+
+    python benchmark/bench_one_batch.py --model e4b                              # batch 1, 1k context
+    python benchmark/bench_one_batch.py --model e4b 31b --batch-size 1 8 32 --context-len 1024 16384 --accept-len 3
+    python benchmark/bench_one_batch.py --model e2b --batch-size --prefill-len 2048 8192 32768
+
+Figures are medians of whole steps of the engine, scheduling and reading the tokens included. Percentages are of the
+read bandwidth and matrix rate that the device reaches in the same run. Acceptance is simulated with --accept-len.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from gpu_report import (
+    Limits,
+    Report,
+    add_common_arguments,
+    measure_limits,
+    synchronize,
+    table,
+    time_call,
+    trace_kernels,
+)
+from model_shapes import MODELS, Pair, Traffic, make_pair, parameter_count, pass_traffic, prefill_flops, round_traffic
+from timed import ANSWER, Timed, simulated_acceptance
+
+WARM_UP = 3
+# left free beside weights and KV: activations of a prefill chunk, graphs, the libraries' workspaces
+SPARE_BYTES = 8e9
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the figures of one run have in common."""
+
+    args: argparse.Namespace
+    report: Report
+    limits: Limits
+
+    @property
+    def itemsize(self) -> int:
+        return torch.empty(0, dtype=getattr(torch, self.args.dtype)).element_size()
+
+
+def kv_tokens(args: argparse.Namespace, batch: int, context: int) -> int:
+    return batch * (context + 2 * ANSWER)
+
+
+def cells_that_fit(setup: Setup, pair: Pair) -> list[tuple[int, int]]:
+    """(batch, context) of every cell whose KV fits beside the weights; the others are named."""
+    args = setup.args
+    cells = [(batch, context) for context in args.context_len for batch in args.batch_size]
+    if args.device == "cpu":
+        return cells
+    weights = (parameter_count(pair.target) + parameter_count(pair.assistant)) * setup.itemsize
+    free = torch.cuda.mem_get_info()[0] - weights - SPARE_BYTES
+    per_token = pair.target.text.kv_layout.elements_per_token * setup.itemsize
+    fit = [cell for cell in cells if kv_tokens(args, *cell) * per_token <= free]
+    for batch, context in sorted(set(cells) - set(fit)):
+        need = kv_tokens(args, batch, context) * per_token / 1e9
+        print(f"{pair.name}: {batch} x {context} tokens need {need:.0f} GB of KV, {free / 1e9:.0f} are left: skipped")
+    return fit
+
+
+def build(setup: Setup, pair: Pair, num_steps: int, cells: list[tuple[int, int]]) -> Timed:
+    args = setup.args
+    longest = max([context for _, context in cells] + args.prefill_len)
+    tokens = max([kv_tokens(args, *cell) for cell in cells] + [length + ANSWER for length in args.prefill_len])
+    batches = sorted({batch for batch, _ in cells} | {1})
+    length = min(longest + ANSWER, pair.target.context_length)
+    return Timed(pair, num_steps, args.device, args.dtype, batches, length, tokens)
+
+
+def step_seconds(timed: Timed, repeats: int) -> tuple[float, float]:
+    """Median seconds of a step, and tokens gained per step and request."""
+    for _ in range(WARM_UP):
+        timed.step()
+    synchronize(timed.device)
+    before, seconds = timed.num_tokens(), []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        timed.step()
+        seconds.append(time.perf_counter() - start)
+    gained = timed.num_tokens() - before
+    return statistics.median(seconds), gained / repeats / len(timed.scheduler.running.reqs)
+
+
+def measure_cell(setup: Setup, pair: Pair, timed: Timed, batch: int, context: int) -> None:
+    """Time, rate and launches of a step; of a round also its parts."""
+    steps, limits = timed.num_steps, setup.limits
+    timed.start(batch, context)
+    seconds, gained = step_seconds(timed, setup.args.repeats)
+    traffic = step_traffic(setup, pair, steps, batch, context)
+
+    def add(metric: str, value: float, unit: str, limit: float | None = None) -> None:
+        setup.report.add(pair.name, metric, value, unit, batch=batch, context=context, steps=steps, limit=limit)
+
+    what = "round" if steps else "pass"
+    add(f"{what} time", seconds * 1e3, "ms", traffic.total / limits.bytes_per_s * 1e3)
+    add(f"{what} bytes", traffic.total / 1e9, "GB")
+    add(f"{what} throughput", batch * gained / seconds, "tokens/s")
+    if steps:
+        add("accept length", gained, "tokens")
+        draft, verify = timed.split(setup.args.repeats)
+        verify_bytes = pass_traffic(pair.target, batch, steps + 1, context, setup.itemsize).total
+        add("draft time", draft * 1e3, "ms", (traffic.total - verify_bytes) / limits.bytes_per_s * 1e3)
+        add("verify time", verify * 1e3, "ms", verify_bytes / limits.bytes_per_s * 1e3)
+        add("rest time", max(0.0, seconds - draft - verify) * 1e3, "ms")
+        add("share not in verify", max(0.0, 1.0 - verify / seconds), "share")
+    kernels = trace_kernels(timed.step, timed.device)
+    if kernels:
+        add(f"{what} kernel launches", len(kernels), "launches")
+        add(f"{what} busy time", sum(k.end_us - k.start_us for k in kernels) / 1e3, "ms")
+    timed.stop()
+
+
+def step_traffic(setup: Setup, pair: Pair, steps: int, batch: int, context: int) -> Traffic:
+    if steps:
+        return round_traffic(pair, steps, batch, context, setup.itemsize)
+    return pass_traffic(pair.target, batch, 1, context, setup.itemsize)
+
+
+def measure_prefill(setup: Setup, pair: Pair, timed: Timed, length: int) -> None:
+    """Tokens per second and share of the matrix rate; where layers share KV, also what skipping their rows gains."""
+    text = pair.target.text
+
+    def seconds(skip: bool) -> float:
+        with nullcontext() if skip else timed.all_rows():
+            timed.prefill(length)
+            return time_call(lambda: timed.prefill(length), timed.device, min(3, setup.args.repeats))
+
+    def add(metric: str, value: float, unit: str, limit: float | None = None) -> None:
+        setup.report.add(pair.name, metric, value, unit, context=length, limit=limit)
+
+    skipping = seconds(True)
+    add("prefill throughput", length / skipping, "tokens/s")
+    add("prefill rate", prefill_flops(text, length) / skipping / 1e12, "TFLOP/s", setup.limits.flops_per_s / 1e12)
+    if text.first_kv_shared_layer < text.num_layers:
+        add("prefill throughput against all rows", length / skipping, "tokens/s", length / seconds(False))
+
+
+def measure_model(setup: Setup, pair: Pair) -> None:
+    args = setup.args
+    cells = cells_that_fit(setup, pair)
+    steps = pair.num_steps if args.num_steps is None else args.num_steps
+    variants = [0] if steps == 0 or not cells else [0, steps]
+    for num_steps in variants:
+        with simulated_acceptance(args.accept_len if num_steps else None):
+            timed = build(setup, pair, num_steps, cells)
+        for batch, context in cells:
+            measure_cell(setup, pair, timed, batch, context)
+        if num_steps == 0:
+            for length in args.prefill_len:
+                measure_prefill(setup, pair, timed, length)
+        del timed
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=["e4b"], choices=MODELS)
+    parser.add_argument("--batch-size", nargs="*", type=int, default=[1])
+    parser.add_argument("--context-len", nargs="+", type=int, default=[1024], help="committed tokens per request")
+    parser.add_argument("--num-steps", type=int, help="drafts per round; 0: passes only; default: the model's own")
+    parser.add_argument("--accept-len", type=float, help="simulated tokens per round; default: what is accepted")
+    parser.add_argument("--prefill-len", nargs="*", type=int, default=[], help="also measure prompts of these lengths")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    add_common_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    setup = Setup(args, Report("one_batch", args), measure_limits(args.device, getattr(torch, args.dtype)))
+    setup.report.add_limits(setup.limits)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.model:
+            measure_model(setup, make_pair(name, Path(folder)))
+    print(table(setup.report.lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

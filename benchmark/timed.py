@@ -1,0 +1,172 @@
+"""One pair of models on a device, stepped by hand: the engine's scheduler and worker, without threads, text or HTTP.
+
+Contexts are not computed but filled with random keys and values, and handed to the engine through its own prefix cache:
+a request then finds all of its prompt but the last token there, whatever the length.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from gpu_report import synchronize, time_call
+from model_shapes import Pair
+
+from sglang.srt.managers.io_struct import AbortReq, FromScheduler, TokenizedGenerateReqInput, ToScheduler
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.worker_factory import create_worker
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs, resolve_server_args
+from sglang.srt.speculative.frozen_kv_mtp_worker import FrozenKVMTPWorker
+from sglang.srt.utils.device import make_device
+
+# tokens a request may gain while it is measured
+ANSWER = 512
+
+
+class NoChannel:
+    """Nobody asks and nobody listens."""
+
+    def recv(self, timeout_s: float | None) -> list[ToScheduler]:
+        return []
+
+    def send(self, msg: FromScheduler) -> None:
+        pass
+
+
+@contextmanager
+def simulated_acceptance(length: float | None) -> Iterator[None]:
+    """Workers made inside accept ``length`` tokens per round on average, whatever is drafted."""
+    if length is not None:
+        os.environ["SGLANG_SIMULATE_ACC_LEN"] = str(length)
+    try:
+        yield
+    finally:
+        os.environ.pop("SGLANG_SIMULATE_ACC_LEN", None)
+
+
+def engine_settings(pair: Pair, num_steps: int, device: str, dtype: str, batches: list[int]) -> dict[str, object]:
+    """Server arguments of random weights in the shape of ``pair``; ``num_steps`` 0 is plain decode."""
+    settings: dict[str, object] = {
+        "model_path": str(pair.target_path),
+        "load_format": "dummy",
+        "device": device,
+        "dtype": dtype,
+        "random_seed": 1,
+        "max_running_requests": max(batches),
+    }
+    if device == "cuda":
+        settings["cuda_graph_bs"] = sorted(batches)
+    if num_steps:
+        settings |= {
+            "speculative_algorithm": "FROZEN_KV_MTP",
+            "speculative_draft_model_path": str(pair.assistant_path),
+            "speculative_num_steps": num_steps,
+        }
+    return settings
+
+
+class Timed:
+    """``num_steps`` 0 steps plain passes, otherwise rounds of as many drafts. ``tokens`` is the size of the KV pool."""
+
+    def __init__(
+        self, pair: Pair, num_steps: int, device: str, dtype: str, batches: list[int], context_length: int, tokens: int
+    ) -> None:
+        settings = engine_settings(pair, num_steps, device, dtype, batches)
+        args = ServerArgs.from_kwargs({**settings, "max_total_tokens": tokens, "context_length": context_length})
+        args = resolve_server_args(args)
+        self.device = device
+        self.num_steps = num_steps
+        self.worker = create_worker(args)
+        torch_device = make_device(device).torch_device
+        self.scheduler = Scheduler(
+            self.worker, args.schedule_config(), NoChannel(), device=torch_device, pieces=None, random_seed=1
+        )
+        self._vocab_size = pair.target.text.vocab_size
+        self._random = np.random.default_rng(1)
+        self._fill_kv()
+
+    @property
+    def target(self) -> TpModelWorker:
+        worker = self.worker
+        if isinstance(worker, FrozenKVMTPWorker):
+            return worker.target
+        assert isinstance(worker, TpModelWorker)
+        return worker
+
+    def start(self, batch: int, context: int) -> None:
+        """``batch`` requests with ``context`` committed tokens each, ready to decode."""
+        self.stop()
+        manager = self.scheduler.kv_manager
+        params = SamplingParams(temperature=0.0, max_new_tokens=ANSWER, ignore_eos=True)
+        for i in range(batch):
+            ids = self._random.integers(3, self._vocab_size, context).tolist()
+            kv = manager.open(ids)
+            assert kv is not None, "no row is free"
+            if not manager.grow(kv, context):
+                raise ValueError(f"{batch} contexts of {context} tokens do not fit {manager.total_tokens} KV slots")
+            manager.commit(kv, context)
+            manager.close(kv, ids)
+            self.scheduler.submit(TokenizedGenerateReqInput(str(i), tuple(ids), params, stream=False))
+        while len(self.scheduler.running.reqs) < batch:
+            self.step()
+
+    def step(self) -> None:
+        """One step of the engine as it serves: schedule, run, read the tokens, commit."""
+        self.scheduler.step()
+
+    def stop(self) -> None:
+        """Abort what runs and forget every prefix."""
+        self.scheduler.abort(AbortReq(None, abort_all=True))
+        self.scheduler._outs.clear()
+        flushed = self.scheduler.kv_manager.flush()
+        assert flushed
+
+    def num_tokens(self) -> int:
+        """Tokens the running requests have, prompt included."""
+        return sum(len(req.token_ids) for req in self.scheduler.running.reqs)
+
+    def prefill(self, num_tokens: int) -> None:
+        """Compute a prompt of random tokens and the token after it."""
+        ids = self._random.integers(3, self._vocab_size, num_tokens).tolist()
+        params = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
+        self.scheduler.submit(TokenizedGenerateReqInput("prompt", tuple(ids), params, stream=False))
+        while self.scheduler.has_work:
+            self.step()
+        self.stop()
+
+    @contextmanager
+    def all_rows(self) -> Iterator[None]:
+        """Prompts inside are computed without skipping rows in layers that share KV."""
+        tail = self.target._tail
+        self.target._tail = lambda *args: None  # type: ignore[assignment, method-assign, return-value]
+        try:
+            yield
+        finally:
+            self.target._tail = tail  # type: ignore[method-assign]
+
+    def split(self, repeats: int) -> tuple[float, float]:
+        """Seconds of the draft loop and of the target's pass over its drafts, each by itself on the device."""
+        worker, batch = self.worker, self._next_batch()
+        assert isinstance(worker, FrozenKVMTPWorker)
+        with torch.inference_mode():
+            chain = worker.draft(batch)
+            worker.target.decode_rows(batch, chain.draft_tokens)
+            draft = time_call(lambda: worker.draft(batch), self.device, repeats)
+            verify = time_call(lambda: worker.target.decode_rows(batch, chain.draft_tokens), self.device, repeats)
+        return draft, verify
+
+    def _next_batch(self):  # type: ignore[no-untyped-def]
+        self.scheduler._make_room()
+        return self.scheduler.running.to_batch()
+
+    def _fill_kv(self) -> None:
+        pool = self.target.memory.pool
+        for spec in pool.layout.owners:
+            for buffer in pool.get_kv_buffer(spec.layer_id):
+                buffer.uniform_(-1.0, 1.0)
+        synchronize(self.device)
