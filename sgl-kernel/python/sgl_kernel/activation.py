@@ -6,10 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from sgl_kernel.cpu_ops import usable
+from sgl_kernel.launch import triton_kernels
 
 
 def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``gate_up`` [T, 2 * I], gate half first -> gelu_tanh(gate) * up, [T, I]."""
+    if gate_up.is_cuda:
+        return gelu_tanh_mul(*gate_up.chunk(2, dim=-1))
     ops = usable(gate_up) if gate_up.dim() == 2 else None
     if ops is None:
         return gelu_tanh_and_mul_torch(gate_up)
@@ -23,6 +26,8 @@ def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 def gelu_tanh_mul(gate: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """gelu_tanh(gate) * factor, both [T, I]; the rows of ``factor`` may lie apart."""
+    if gate.is_cuda:
+        return triton_kernels("activation").gelu_tanh_mul(gate, factor)
     if factor.dtype is torch.float32 and factor.is_cpu and factor.stride(1) == 1:
         ops = usable(gate)
         if ops is not None:
@@ -35,6 +40,8 @@ def gelu_tanh_mul(gate: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 def softcap_(logits: torch.Tensor, cap: float) -> torch.Tensor:
     """``cap * tanh(logits / cap)`` in place; any shape."""
+    if logits.is_cuda:
+        return triton_kernels("activation").softcap_(logits, cap)
     ops = usable(logits)
     if ops is None:
         return logits.div_(cap).tanh_().mul_(cap)

@@ -1,4 +1,4 @@
-"""The only operation that changes a KV buffer.
+"""The only operations that change a KV buffer.
 
 Shapes: ``slots`` token slots of the pool, ``T`` tokens written, ``KH`` KV heads, ``D`` head width.
 """
@@ -6,6 +6,9 @@ Shapes: ``slots`` token slots of the pool, ``T`` tokens written, ``KH`` KV heads
 from __future__ import annotations
 
 import torch
+
+from sgl_kernel.head_norm_rope import head_norm_rope
+from sgl_kernel.launch import triton_kernels
 
 
 def store_kv(k_buf: torch.Tensor, v_buf: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -30,3 +33,28 @@ def store_kv(k_buf: torch.Tensor, v_buf: torch.Tensor, loc: torch.Tensor, k: tor
         tensors = {"k_buf": k_buf, "v_buf": v_buf, "loc": loc, "k": k, "v": v}
         described = ", ".join(f"{name} {list(t.shape)} {t.dtype} {t.device}" for name, t in tensors.items())
         raise ValueError(f"store_kv cannot write these tensors ({error}): {described}") from error
+
+
+def norm_rope_store(
+    k_buf: torch.Tensor,
+    v_buf: torch.Tensor,
+    loc: torch.Tensor,
+    heads: torch.Tensor,
+    weights: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """Norm and rotate queries and keys, norm values, write keys and values at ``loc``; the queries [T, H, D].
+
+    ``heads``: [T, Hin, D] or parts [S, T, Hin, D] of the merged projection; the other arguments as in
+    ``head_norm_rope`` and ``store_kv``. ``k_buf`` and ``v_buf`` are mutated.
+    """
+    num_kv = k_buf.shape[1]
+    if heads.is_cuda:
+        kernel = triton_kernels("head_norm_rope")
+        return kernel.head_norm_rope(heads, weights, cos, sin, num_kv, eps, k_buf, v_buf, loc)
+    rotated, values = head_norm_rope(heads, weights, cos, sin, num_kv, eps)
+    num_queries = rotated.shape[1] - num_kv
+    store_kv(k_buf, v_buf, loc, rotated[:, num_queries:], values)
+    return rotated[:, :num_queries]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from sgl_kernel.launch import triton_kernels
+
 
 def rope_tables(
     positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype
@@ -13,6 +15,15 @@ def rope_tables(
     ``positions`` [T] int64, ``inv_freq`` [D/2] float32. Angles are computed in float32 and cast afterwards. The first
     half of the sine is negated here, so that rotating needs no negation later.
     """
+    if positions.is_cuda:
+        return triton_kernels("head_norm_rope").rope_tables(positions, inv_freq, dtype)
+    return rope_tables_torch(positions, inv_freq, dtype)
+
+
+def rope_tables_torch(
+    positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference of ``rope_tables``."""
     angle = positions.to(torch.float32)[:, None] * inv_freq
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1).unsqueeze(1).to(dtype), torch.cat((-sin, sin), -1).unsqueeze(1).to(dtype)

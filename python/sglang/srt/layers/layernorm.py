@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kernel.norm import rmsnorm, rmsnorm_add, rmsnorm_add_rmsnorm
+from sgl_kernel.norm import add_norm, rmsnorm, rmsnorm_add
 
 
 class RMSNorm:
@@ -20,6 +20,13 @@ class RMSNorm:
         """``residual + norm(x)``."""
         return rmsnorm_add(x, self.weight, self.eps, residual)
 
-    def add_then_norm(self, residual: torch.Tensor, x: torch.Tensor, following: RMSNorm) -> tuple[torch.Tensor, ...]:
-        """``s = residual + norm(x)`` and ``following(s)``."""
-        return rmsnorm_add_rmsnorm(x, self.weight, self.eps, residual, following.weight)
+    def add_then_norm(
+        self,
+        residual: torch.Tensor,
+        x: torch.Tensor,
+        following: tuple[RMSNorm, ...],
+        scale: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """``s = (residual + norm(x)) * scale`` and s through each norm of ``following``; ``x`` may come in parts."""
+        weights = tuple(norm.weight for norm in following)
+        return add_norm(x, self.weight, self.eps, residual, scale, weights)

@@ -18,9 +18,19 @@ class RadixAttention:
         """Read only. ``q`` [T, H, D] -> [T, H, D]."""
         return fb.attn.attend(q, fb.token_to_kv_pool.layer(self.kv_layer_id))
 
-    def store_and_attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fb: ForwardBatch) -> torch.Tensor:
-        """For a layer that owns KV: store ``k``, ``v`` [T, KH, D] at ``fb.out_cache_loc``, then attend."""
+    def store(
+        self,
+        heads: torch.Tensor,
+        weights: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        eps: float,
+        fb: ForwardBatch,
+    ) -> torch.Tensor:
+        """For a layer that owns KV: norm, rotate and store the keys and values among ``heads`` at ``fb.out_cache_loc``.
+
+        Arguments as in ``sgl_kernel.kvcache.norm_rope_store``; the queries [T, H, D].
+        """
         pool = fb.token_to_kv_pool
         assert isinstance(pool, KVCache) and fb.out_cache_loc is not None, "a layer that owns KV needs a writable pool"
-        pool.set_kv_buffer(self.kv_layer_id, fb.out_cache_loc, k, v)
-        return self.attend(q, fb)
+        return pool.norm_rope_store(self.kv_layer_id, fb.out_cache_loc, heads, weights, cos, sin, eps)

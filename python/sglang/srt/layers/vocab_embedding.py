@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+
+from sgl_kernel.embedding import embed
 
 
 class ScaledEmbedding:
@@ -15,4 +16,8 @@ class ScaledEmbedding:
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """``ids`` [T] int64 -> [T, width]."""
-        return F.embedding(ids, self.weight).mul_(self.scale)
+        return embed(ids, self.weight, self.scale)
+
+    def beside(self, ids: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """``ids`` [T] int64, ``other`` [T, width] -> [T, 2 * width]: the embedding, then ``other``."""
+        return embed(ids, self.weight, self.scale, other)

@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from sgl_kernel.kvcache import store_kv
+from sgl_kernel.kvcache import norm_rope_store, store_kv
 from sglang.srt.configs.model_config import KVLayout, LayerKVSpec
 
 
@@ -98,6 +98,19 @@ class KVCache(ABC):
     def set_kv_buffer(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store ``k``, ``v`` [T, KH, D] at slots ``loc`` [T] int64 of a layer that owns its KV."""
 
+    @abstractmethod
+    def norm_rope_store(
+        self,
+        layer_id: int,
+        loc: torch.Tensor,
+        heads: torch.Tensor,
+        weights: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        """``set_kv_buffer`` straight from a merged projection; the queries. See ``sgl_kernel.kvcache``."""
+
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         return self.layer(layer_id).key
 
@@ -146,9 +159,26 @@ class MHATokenToKVPool(KVCache):
         return self._layers[layer_id]
 
     def set_kv_buffer(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        kv = self._owned(layer_id)
+        store_kv(kv.key, kv.value, loc, k, v)
+
+    def norm_rope_store(
+        self,
+        layer_id: int,
+        loc: torch.Tensor,
+        heads: torch.Tensor,
+        weights: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        kv = self._owned(layer_id)
+        return norm_rope_store(kv.key, kv.value, loc, heads, weights, cos, sin, eps)
+
+    def _owned(self, layer_id: int) -> LayerKV:
         kv = self._layers[layer_id]
         assert kv.layer_id == layer_id, f"layer {layer_id} reads layer {kv.layer_id}'s KV and owns none to write"
-        store_kv(kv.key, kv.value, loc, k, v)
+        return kv
 
 
 def digest_layers(layers: Iterator[LayerKV]) -> str:

@@ -10,14 +10,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 
-from sgl_kernel.activation import gelu_tanh_and_mul, gelu_tanh_mul
-from sgl_kernel.head_norm_rope import head_norm_rope
+from sgl_kernel.embedding import per_layer_inputs
+from sgl_kernel.head_norm_rope import query_norm_rope
+from sgl_kernel.linear import linear
+from sgl_kernel.norm import sum_norm
 from sgl_kernel.packed_linear import PackedWeight, pack_weight, packed_linear
 from sglang.srt.configs.model_config import FULL, SLIDING, LayerKVSpec, ModelConfig, TextConfig
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import Linear
+from sglang.srt.layers.linear import Linear, place_linears
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.layers.moe import MoE
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -37,7 +38,9 @@ class Build:
     text: TextConfig
     dtype: torch.dtype
     device: torch.device
-    linears: list[Linear] = field(default_factory=list)  # all that were made, to be finished after loading
+    row_invariant: bool = False
+    prefetch_bytes: int = 0  # how far a product may look ahead on a GPU
+    linears: list[Linear] = field(default_factory=list)  # all that were made, in order of use
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=self.dtype, device=self.device)
@@ -46,8 +49,12 @@ class Build:
         return RMSNorm(width, self.text.rms_norm_eps, self.dtype, self.device)
 
     def linear(self, in_features: int, *widths: int) -> Linear:
-        self.linears.append(Linear(in_features, widths, self.dtype, self.device))
+        self.linears.append(Linear(in_features, widths, row_invariant=self.row_invariant))
         return self.linears[-1]
+
+    def place(self) -> None:
+        """Once all products are made: give them their weights."""
+        place_linears(self.linears, self.dtype, self.device, self.prefetch_bytes)
 
 
 class Gemma4Attention:
@@ -75,16 +82,14 @@ class Gemma4Attention:
         self.attn = RadixAttention(spec.owner)
 
     def __call__(self, x: torch.Tensor, rope: RopeTables, fb: ForwardBatch) -> torch.Tensor:
-        """``x`` [T, D] -> [T, D]."""
-        rows, h, k = x.shape[0], self.num_heads, self.num_kv_heads
+        """``x`` [T, D] -> [T, D] or parts."""
         cos, sin = rope[self.kind]
-        heads = self.qkv_proj(x).view(rows, -1, self.head_dim)
-        rotated, values = head_norm_rope(heads, self.head_weights, cos, sin, k, self.eps)
+        heads = self.qkv_proj.parts(x).unflatten(-1, (-1, self.head_dim))
         if self.owns_kv:
-            out = self.attn.store_and_attend(rotated[:, :h], rotated[:, h:], values, fb)
+            queries = self.attn.store(heads, self.head_weights, cos, sin, self.eps, fb)
         else:
-            out = self.attn.attend(rotated, fb)
-        return self.o_proj(out.view(rows, -1))
+            queries = query_norm_rope(heads, self.head_weights, cos, sin, self.eps)
+        return self.o_proj.parts(self.attn.attend(queries, fb).flatten(1))
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = {
@@ -111,7 +116,8 @@ class Gemma4MLP:
         self.down_proj = build.linear(width, build.text.hidden_size)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(gelu_tanh_and_mul(self.gate_up_proj(x)))
+        """``x`` [T, D] -> [T, D] or parts."""
+        return self.down_proj.parts(self.gate_up_proj.gated_gelu(x))
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return {
@@ -133,8 +139,9 @@ class Gemma4SparseBlock:
         self.pre_norm_2 = build.norm(text.hidden_size)
 
     def __call__(self, dense: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """``dense``: output of the dense MLP; ``residual``: the stream both branches started from."""
+        """``dense``: output of the dense MLP [T, D] or parts; ``residual``: what both branches started from."""
         sparse = self.moe(residual, self.pre_norm_2(residual))
+        dense = dense if dense.dim() == 2 else dense.sum(0).to(residual.dtype)
         return self.post_norm_2.add_to(self.post_norm_1(dense), sparse)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
@@ -160,8 +167,8 @@ class Gemma4PerLayerInput:
         self.post_norm = build.norm(hidden)
 
     def __call__(self, x: torch.Tensor, ple: torch.Tensor) -> torch.Tensor:
-        """``x`` [T, D], ``ple`` [T, P] -> [T, D]."""
-        return self.post_norm.add_to(x, self.projection(gelu_tanh_mul(self.gate(x), ple)))
+        """``x`` [T, D], ``ple`` [T, P] -> what is normed and added to ``x``, [T, D] or parts."""
+        return self.projection.of_gated(self.gate.parts(x), ple)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return {
@@ -169,6 +176,17 @@ class Gemma4PerLayerInput:
             prefix + "per_layer_projection.weight": self.projection.weight,
             prefix + "post_per_layer_input_norm.weight": self.post_norm.weight,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Between layers: the residual stream ``x`` [T, D], and the same through the norm that comes next."""
+
+    x: torch.Tensor
+    normed: torch.Tensor
+
+    def rows(self, rows: torch.Tensor) -> Stream:
+        return Stream(self.x[rows], self.normed[rows])
 
 
 class Gemma4DecoderLayer:
@@ -184,18 +202,22 @@ class Gemma4DecoderLayer:
         self.post_feedforward_norm = build.norm(text.hidden_size)
         self.layer_scalar = build.empty(1)
 
-    def __call__(self, x: torch.Tensor, ple: torch.Tensor | None, rope: RopeTables, fb: ForwardBatch) -> torch.Tensor:
-        """``x`` [T, D], ``ple`` [T, P] or None -> [T, D]."""
-        out = self.self_attn(self.input_norm(x), rope, fb)
-        x, normed = self.post_attention_norm.add_then_norm(x, out, self.pre_feedforward_norm)
+    def __call__(
+        self, stream: Stream, ple: torch.Tensor | None, rope: RopeTables, fb: ForwardBatch, following: RMSNorm
+    ) -> Stream:
+        """``ple`` [T, P] or None; ``following``: the norm that comes after this layer."""
+        out = self.self_attn(stream.normed, rope, fb)
+        x, (normed,) = self.post_attention_norm.add_then_norm(stream.x, out, (self.pre_feedforward_norm,))
         out = self.mlp(normed)
         if self.sparse is not None:
             out = self.sparse(out, x)
-        x = self.post_feedforward_norm.add_to(x, out)
+        norm = self.post_feedforward_norm
         if self.per_layer_input is not None:
             assert ple is not None
-            x = self.per_layer_input(x, ple)
-        return x * self.layer_scalar
+            x, _ = norm.add_then_norm(x, out, ())
+            norm, out = self.per_layer_input.post_norm, self.per_layer_input(x, ple)
+        x, (normed,) = norm.add_then_norm(x, out, (following,), self.layer_scalar)
+        return Stream(x, normed)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = self.self_attn.weight_slots(prefix + "self_attn.") | self.mlp.weight_slots(prefix + "mlp.")
@@ -227,6 +249,15 @@ class DecoderStack:
             if kind in widths
         }
 
+    def start(self, x: torch.Tensor) -> Stream:
+        """``x`` [T, D] or parts, the input of layer 0."""
+        norm = self.layers[0].input_norm
+        return Stream(*sum_norm(x, norm.weight, norm.eps))
+
+    def following(self, layer_id: int) -> RMSNorm:
+        """The norm behind a layer."""
+        return self.norm if layer_id + 1 == len(self.layers) else self.layers[layer_id + 1].input_norm
+
     def rope_tables(self, positions: torch.Tensor) -> RopeTables:
         return {kind: rotary.tables(positions, self.dtype) for kind, rotary in self.rotary.items()}
 
@@ -239,8 +270,8 @@ class DecoderStack:
     def finish_loading(self) -> None:
         for layer in self.layers:
             layer.self_attn.finish_loading()
-        for linear in self._linears:
-            linear.finish_loading()
+        for product in self._linears:
+            product.finish_loading()
 
 
 class PerLayerEmbedding:
@@ -248,18 +279,19 @@ class PerLayerEmbedding:
 
     def __init__(self, build: Build) -> None:
         text = build.text
-        self.num_layers, self.width = text.num_layers, text.per_layer_input_size
-        total = self.num_layers * self.width
-        self.embed = ScaledEmbedding(text.per_layer_vocab_size, total, self.width**0.5, build.dtype, build.device)
+        width = text.per_layer_input_size
+        total = text.num_layers * width
+        self.embed = ScaledEmbedding(text.per_layer_vocab_size, total, width**0.5, build.dtype, build.device)
         self.projection = build.linear(text.hidden_size, total)
         self.projection_gain = text.hidden_size**-0.5
-        self.norm = build.norm(self.width)
+        self.norm = build.norm(width)
 
     def __call__(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """``ids`` [T], ``x`` [T, D] (the scaled embedding) -> [n, T, P]."""
-        shape = (ids.shape[0], self.num_layers, self.width)
-        context = self.norm((self.projection(x) * self.projection_gain).view(shape))
-        return ((context + self.embed(ids).view(shape)) * 2**-0.5).transpose(0, 1)
+        table, context = self.embed, self.projection.parts(x)
+        return per_layer_inputs(
+            ids, table.weight, table.scale, context, self.projection_gain, self.norm.weight, self.norm.eps
+        )
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return {
@@ -277,36 +309,57 @@ class Gemma4ForCausalLM:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         text = config.text
         build = Build(text, dtype, device)
+        self._build = build
         self.text = text
         self.kv_layout = text.kv_layout
         self.embed_tokens = ScaledEmbedding(text.vocab_size, text.hidden_size, text.hidden_size**0.5, dtype, device)
-        self.stack = DecoderStack(build)
         self.per_layer = PerLayerEmbedding(build) if text.per_layer_input_size else None
+        self.stack = DecoderStack(build)
+        build.place()
         self.lm_head: torch.Tensor = self.embed_tokens.weight
         self._packed_head: PackedWeight | None = None
         self.logits_processor = LogitsProcessor(text.final_logit_softcapping)
 
     def forward(self, fb: ForwardBatch) -> LogitsProcessorOutput:
         """One pass over the rows of ``fb``; see ``ForwardBatch`` for shapes."""
+        hidden, fb = self._hidden(fb)
+        return self.logits_processor(hidden, self._head, fb)
+
+    def greedy_tokens(self, fb: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The most likely token after each row whose logits are wanted, [R] int64, without forming logits on a GPU;
+        and the hidden states [T, D] after the final norm."""
+        hidden, fb = self._hidden(fb)
+        return self.logits_processor(hidden, self._head, fb).next_token_logits.argmax(dim=-1), hidden
+
+    def _hidden(self, fb: ForwardBatch) -> tuple[torch.Tensor, ForwardBatch]:
+        """Hidden states after the final norm, and the batch whose rows they are."""
         x = self.embed_tokens(fb.input_ids)
         ple = None if self.per_layer is None else self.per_layer(fb.input_ids, x)
         rope = self.stack.rope_tables(fb.positions)
+        stream = self.stack.start(x)
         for i, layer in enumerate(self.stack.layers):
             if i == self.text.first_kv_shared_layer and fb.tail is not None:
-                x, ple, rope, fb = self._keep_tail(x, ple, fb)
-            x = layer(x, None if ple is None else ple[i], rope, fb)
-        return self.logits_processor(self.stack.norm(x), self._head, fb)
+                stream, ple, rope, fb = self._keep_tail(stream, ple, fb)
+            stream = layer(stream, None if ple is None else ple[i], rope, fb, self.stack.following(i))
+        return stream.normed, fb
 
     def _head(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.lm_head) if self._packed_head is None else packed_linear(x, self._packed_head)
+        if self._packed_head is not None:
+            return packed_linear(x, self._packed_head)
+        return linear(x, self.lm_head, row_invariant=self._build.row_invariant)
 
     def _keep_tail(
-        self, x: torch.Tensor, ple: torch.Tensor | None, fb: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor | None, RopeTables, ForwardBatch]:
+        self, stream: Stream, ple: torch.Tensor | None, fb: ForwardBatch
+    ) -> tuple[Stream, torch.Tensor | None, RopeTables, ForwardBatch]:
         """Drop the rows nobody reads any more: from here on no layer writes KV."""
         assert fb.tail is not None
         rows, tail = fb.tail.rows, fb.tail.batch
-        return x[rows], None if ple is None else ple[:, rows], self.stack.rope_tables(tail.positions), tail
+        return (
+            stream.rows(rows),
+            None if ple is None else ple[:, rows].contiguous(),
+            self.stack.rope_tables(tail.positions),
+            tail,
+        )
 
     def get_embed_and_head(self) -> tuple[ScaledEmbedding, torch.Tensor]:
         """The scaled embedding, and the head [V, D]."""

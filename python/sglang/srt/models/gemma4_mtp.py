@@ -119,12 +119,13 @@ class Gemma4AssistantForCausalLM:
         assert assistant is not None, f"{config.architecture} is not an assistant"
         build = Build(config.text, dtype, device)
         hidden, backbone = config.text.hidden_size, assistant.backbone_hidden_size
-        self.stack = DecoderStack(build)
         self.pre_projection = build.linear(2 * backbone, hidden)
+        self.stack = DecoderStack(build)
         self.post_projection = build.linear(hidden, backbone)
         self.head: PlainHead | CentroidHead = PlainHead(build)
         if assistant.num_centroids:
             self.head = CentroidHead(build, assistant.num_centroids, assistant.centroid_top_k)
+        build.place()
         self._context: FrozenKVMTPContext | None = None
         self._embed: ScaledEmbedding | None = None
 
@@ -151,12 +152,12 @@ class Gemma4AssistantForCausalLM:
         """
         if self._embed is None:
             raise RuntimeError("bind_frozen_kv_context must come before forward")
-        x = self.pre_projection(torch.cat((self._embed(fb.input_ids), hidden_states), dim=-1))
+        x = self.pre_projection.parts(self._embed.beside(fb.input_ids, hidden_states))
         rope = self.stack.rope_tables(fb.positions)
-        for layer in self.stack.layers:
-            x = layer(x, None, rope, fb)
-        x = self.stack.norm(x)
-        return x, self.post_projection(x)
+        stream = self.stack.start(x)
+        for i, layer in enumerate(self.stack.layers):
+            stream = layer(stream, None, rope, fb, self.stack.following(i))
+        return stream.normed, self.post_projection(stream.normed)
 
     def draft_argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` [B, D] from ``forward`` -> drafted token ids [B] int64."""
