@@ -266,7 +266,7 @@ def _attention(bench: Bench, name: str, spec: LayerKVSpec, num_heads: int, conte
     )
 
 
-# ------------------------------------------------------------------------------------------- experts, heads and sampling
+# ----------------------------------------------------------------------------------------- experts, heads and sampling
 
 
 def moe_cases(bench: Bench) -> Iterator[Case]:
