@@ -152,12 +152,10 @@ def test_a_wrong_pair_is_one_error_with_every_mismatch(tiny_checkpoints: Path) -
     assert f"{SLIDING} window: target 8, assistant 16" in text and f"{SLIDING} KV heads: target 2, assistant 4" in text
 
 
-def test_topk_expansion_repeats_each_request(tiny_checkpoints: Path) -> None:
-    worker = make_worker(tiny_checkpoints, "dense")
-    rounds = [Rounds(worker, list(range(10, 10 + n))) for n in (5, 9)]
-    for one in rounds:
-        one.prefill()
-    geometry = frozen_kv_target_view([one.req.kv for one in rounds], torch.device("cpu"))
+@pytest.mark.parametrize("on_host", [None, (5, 9)])
+def test_topk_expansion_repeats_each_request(on_host: tuple[int, ...] | None) -> None:
+    geometry = frozen_kv_target_view(torch.tensor([0, 1]), torch.tensor([5, 9]), on_host, 64)
+    assert geometry.max_kv_len == (64 if on_host is None else 9)
     assert geometry.kv_lens.tolist() == [5, 9] and geometry.positions.tolist() == [5, 9]
     wide = expand_for_topk_draft(geometry, 2)
     assert wide.kv_lens.tolist() == [5, 5, 9, 9] and wide.positions.tolist() == [5, 5, 9, 9]

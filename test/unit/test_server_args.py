@@ -20,6 +20,7 @@ from sglang.srt.configs import registries
 from sglang.srt.configs.model_config_parser import ASSISTANT_ARCHITECTURES
 from sglang.srt.server_args import (
     ARG_SPECS,
+    GraphConfig,
     PortArgs,
     ServerArgs,
     _resolve_speculative_algorithm_alias,
@@ -76,6 +77,11 @@ RESOLUTION: dict[str, tuple[list[str], Any]] = {
     "disable_radix_cache": (["--disable-radix-cache"], True),
     "device": (["--device", "cpu"], "cpu"),
     "attention_backend": (["--attention-backend", "torch_native"], "torch_native"),
+    "disable_cuda_graph": (["--disable-cuda-graph"], True),
+    "cuda_graph_max_bs": (["--cuda-graph-max-bs", "24"], 24),
+    "cuda_graph_bs": (["--cuda-graph-bs", "1", "2", "12"], (1, 2, 12)),
+    "disable_cuda_graph_padding": (["--disable-cuda-graph-padding"], True),
+    "enable_deterministic_inference": (["--enable-deterministic-inference"], True),
     "random_seed": (["--random-seed", "5"], 5),
     "stream_interval": (["--stream-interval", "4"], 4),
     "log_level": (["--log-level", "debug"], "debug"),
@@ -312,7 +318,7 @@ def test_unsupported_flags_on_the_command_line() -> None:
     neutral = [
         "--tp-size",
         "1",
-        "--disable-cuda-graph",
+        "--disable-piecewise-cuda-graph",
         "--disable-overlap-schedule",
         "--dp=1",
         "--grammar-backend",
@@ -329,7 +335,7 @@ def test_unsupported_flags_on_the_command_line() -> None:
         (["--tool-call-parser", "gemma4"], "--tool-call-parser"),
         (["--reasoning-parser=gemma4"], "--reasoning-parser"),
         (["--enable-mixed-chunk"], "--enable-mixed-chunk"),
-        (["--disable-cuda-graph", "yes"], "--disable-cuda-graph"),
+        (["--enable-piecewise-cuda-graph"], "--enable-piecewise-cuda-graph"),
     ]:
         with pytest.raises(ValueError, match=reason):
             parse(*argv)
@@ -342,7 +348,9 @@ def test_no_flag_is_both_supported_and_refused() -> None:
 
 
 def test_keywords_of_the_engine() -> None:
-    args = ServerArgs.from_kwargs({"model_path": TINY, "tp_size": 1, "disable_cuda_graph": True, "lora_paths": None})
+    args = ServerArgs.from_kwargs(
+        {"model_path": TINY, "tp_size": 1, "disable_overlap_schedule": True, "lora_paths": None}
+    )
     assert args == ServerArgs(model_path=TINY)
     with pytest.raises(ValueError, match="--tp-size is not supported"):
         ServerArgs.from_kwargs({"model_path": TINY, "tp_size": 2})
@@ -379,6 +387,25 @@ def test_slices_hold_what_was_asked_for(trained_pair: EmbeddedModel) -> None:
     assert spec is not None
     assert (spec.algorithm, spec.num_steps, spec.topk, spec.num_draft_tokens) == ("FROZEN_KV_MTP", 4, 1, 5)
     assert spec.draft_model_path == trained_pair.assistant.resolve()
+
+
+def test_graph_sizes_follow_from_one_another() -> None:
+    assert resolve().cuda_graph_max_bs == 256 and resolve().cuda_graph_bs is None
+    assert resolve().disable_cuda_graph, "nothing is captured on a CPU"
+    args = resolve("--cuda-graph-bs", "8", "2", "--disable-cuda-graph-padding")
+    assert args.cuda_graph_max_bs == 8
+    assert args.graph_config() == GraphConfig(capture=False, sizes=(8, 2), max_size=8, pad=False)
+    assert ServerArgs.from_kwargs({"model_path": TINY, "cuda_graph_bs": [1, 4]}).cuda_graph_bs == (1, 4)
+    with pytest.raises(ValueError, match="--cuda-graph-bs has 9, which is above --cuda-graph-max-bs 8"):
+        resolve("--cuda-graph-bs", "9", "1", "--cuda-graph-max-bs", "8")
+    for bad in (["x"], ["1", "2.5"], ["0"], ["-3", "1"]):
+        with pytest.raises(ValueError, match="^--cuda-graph-bs must be a list of integers at least 1"):
+            parse("--cuda-graph-bs", *bad)
+    with pytest.raises(ValueError, match="cuda-graph-bs"):
+        parse("--cuda-graph-bs")
+    for value in (3, [], [True], "8", [1.0]):
+        with pytest.raises(ValueError, match="^--cuda-graph-bs must be"):
+            ServerArgs(model_path=TINY, cuda_graph_bs=value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("algorithm", ["FROZEN_KV_MTP", "NEXTN", "EAGLE"])

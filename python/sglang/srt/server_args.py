@@ -22,7 +22,7 @@ from sglang.srt.configs.registries import ATTENTION_BACKENDS
 from sglang.srt.server_args_cli import closest, parse_command_line
 from sglang.srt.server_args_fields import ArgSpec, arg, specs_of
 from sglang.srt.server_args_ports import PortArgs
-from sglang.srt.server_args_slices import LoadConfig, MemoryConfig, ScheduleConfig, SpecConfig
+from sglang.srt.server_args_slices import GraphConfig, LoadConfig, MemoryConfig, ScheduleConfig, SpecConfig
 from sglang.srt.server_args_speculative import complete_chain, default_num_steps
 from sglang.srt.server_args_unsupported import UNSUPPORTED_FLAGS
 from sglang.srt.utils.device import make_device
@@ -31,6 +31,7 @@ from sglang.srt.utils.hf_transformers.hub import embedded_assistant, resolve_mod
 from sglang.srt.utils.log import LOG_LEVELS
 
 __all__ = [
+    "GraphConfig",
     "LoadConfig",
     "MemoryConfig",
     "PortArgs",
@@ -44,6 +45,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _INT32_MAX = (1 << 31) - 1
+_DEFAULT_MAX_GRAPH_BS = 256
 _MODEL, _HTTP, _MEMORY, _RUNTIME, _LOG, _API, _SPEC = (
     "Model and tokenizer",
     "HTTP server",
@@ -129,12 +131,13 @@ class ServerArgs:
     )
     mem_fraction_static: float | None = arg(
         None,
-        "Part of the memory that is free after the weights are loaded which the KV pool may take.",
+        "Part of a GPU's memory that weights and KV pool take together; on a CPU, part of the memory that is free "
+        "after the weights are loaded which the KV pool may take.",
         "number",
         _MEMORY,
         above=0.0,
         high=1.0,
-        default_note="0.25 on CPU, 0.85 on CUDA",
+        default_note="0.25 on CPU, 0.9 on CUDA",
     )
     max_total_tokens: int | None = arg(
         None,
@@ -212,6 +215,41 @@ class ServerArgs:
         _RUNTIME,
         choices=tuple(ATTENTION_BACKENDS),
         default_note="torch_native",
+    )
+    disable_cuda_graph: bool = arg(
+        False,
+        "Do not capture decode steps as CUDA graphs. Nothing is captured on a CPU, or with torch_native attention.",
+        "flag",
+        _RUNTIME,
+    )
+    cuda_graph_max_bs: int | None = arg(
+        None,
+        "Largest batch that is captured as a CUDA graph; larger ones run kernel by kernel.",
+        "integer",
+        _RUNTIME,
+        low=1,
+        high=1 << 16,
+        default_note="256, or the largest of --cuda-graph-bs",
+    )
+    cuda_graph_bs: tuple[int, ...] | None = arg(
+        None,
+        "Batch sizes that are captured as CUDA graphs; a batch is padded to the next. Where nothing is captured they "
+        "only pad.",
+        "integers",
+        _RUNTIME,
+        low=1,
+        high=1 << 16,
+        default_note="1 to 8, then every 8th to 64, then every 16th",
+    )
+    disable_cuda_graph_padding: bool = arg(
+        False, "Run only batches of exactly a captured size as CUDA graphs.", "flag", _RUNTIME
+    )
+    enable_deterministic_inference: bool = arg(
+        False,
+        "On CUDA, compute every row of a matrix product alike however many rows are computed at once, so that "
+        "speculative and plain output are bitwise equal at every batch size. A CPU always does.",
+        "flag",
+        _RUNTIME,
     )
     random_seed: int | None = arg(
         None,
@@ -377,6 +415,7 @@ class ServerArgs:
             overrides=self.model_overrides,
             trust_remote_code=self.trust_remote_code,
             revision=self.revision,
+            deterministic=self.enable_deterministic_inference,
         )
 
     def draft_load_config(self) -> LoadConfig:
@@ -415,6 +454,15 @@ class ServerArgs:
             conservativeness=self.schedule_conservativeness,
             stream_interval=self.stream_interval,
             decode_log_interval=self.decode_log_interval,
+        )
+
+    def graph_config(self) -> GraphConfig:
+        assert self.cuda_graph_max_bs is not None, "resolve_server_args has not run"
+        return GraphConfig(
+            capture=not self.disable_cuda_graph,
+            sizes=self.cuda_graph_bs,
+            max_size=self.cuda_graph_max_bs,
+            pad=not self.disable_cuda_graph_padding,
         )
 
     def spec_config(self) -> SpecConfig | None:
@@ -485,7 +533,7 @@ def resolve_server_args(args: ServerArgs) -> ServerArgs:
         attention_backend=args.attention_backend or "torch_native",
         **_resolve_sizes(args, device, config),
     )
-    return _resolve_speculation(resolved, config)
+    return _resolve_speculation(_resolve_graphs(resolved), config)
 
 
 def _resolve_tokenizer_path(args: ServerArgs, model_path: Path) -> str:
@@ -525,8 +573,20 @@ def _resolve_sizes(args: ServerArgs, device: str, config: ModelConfig) -> dict[s
         raise ValueError(f"--chunked-prefill-size {chunk} must be a multiple of --page-size {args.page_size}, or -1")
     if args.max_total_tokens is not None and args.max_total_tokens < args.page_size:
         raise ValueError(f"--max-total-tokens {args.max_total_tokens} is below --page-size {args.page_size}: raise it")
-    fraction = (0.25 if on_cpu else 0.85) if args.mem_fraction_static is None else args.mem_fraction_static
+    fraction = (0.25 if on_cpu else 0.9) if args.mem_fraction_static is None else args.mem_fraction_static
     return {"context_length": context_length, "chunked_prefill_size": chunk, "mem_fraction_static": fraction}
+
+
+def _resolve_graphs(args: ServerArgs) -> ServerArgs:
+    largest = None if args.cuda_graph_bs is None else max(args.cuda_graph_bs)
+    bound = args.cuda_graph_max_bs or largest or _DEFAULT_MAX_GRAPH_BS
+    if largest is not None and largest > bound:
+        raise ValueError(
+            f"--cuda-graph-bs has {largest}, which is above --cuda-graph-max-bs {bound}: leave out one of the two"
+        )
+    # the torch backend plans on the host, which no captured step can do
+    can_capture = args.device == "cuda" and args.attention_backend != "torch_native"
+    return args.derive(cuda_graph_max_bs=bound, disable_cuda_graph=args.disable_cuda_graph or not can_capture)
 
 
 _SPEC_SETTINGS = (

@@ -33,7 +33,7 @@ def parse_command_line(
     given = vars(namespace)
     for flag, values in given.pop(_UNSUPPORTED, []):
         UNSUPPORTED_FLAGS[flag].check(" ".join(values))
-    return {name: specs[name].parse(value) if isinstance(value, str) else value for name, value in given.items()}
+    return {name: value if value is True else specs[name].parse(value) for name, value in given.items()}
 
 
 def closest(name: str, known: Iterable[str]) -> str:
@@ -64,6 +64,8 @@ def _make_parser(specs: Mapping[str, ArgSpec], defaults: Mapping[str, Any]) -> a
         else:
             note = spec.default_note or ("required" if defaults[name] is MISSING else str(defaults[name]))
             options["help"] += f" (default: {note})"
+            if spec.kind == "integers":
+                options["nargs"] = "+"
             options["metavar"] = "{" + ",".join(spec.choices) + "}" if spec.choices else spec.kind.upper()
         options["help"] = options["help"].replace("%", "%%")
         groups[spec.group].add_argument(*spec.names, **options)

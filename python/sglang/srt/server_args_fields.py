@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["text", "integer", "number", "flag"]
+Kind = Literal["text", "integer", "integers", "number", "flag"]
 
 _INTEGER = re.compile(r"[+-]?\d{1,18}")
 
@@ -39,8 +39,13 @@ class ArgSpec:
     def flag(self) -> str:
         return self.names[0]
 
-    def parse(self, text: str) -> Any:
-        """The value that ``text`` on the command line means; ``check`` still has to see it."""
+    def parse(self, text: str | list[str]) -> Any:
+        """The value that ``text`` on the command line means; ``check`` still has to see it. Several texts are given for
+        the kind "integers" only."""
+        if isinstance(text, list):
+            if not all(_INTEGER.fullmatch(item) for item in text):
+                raise self.bad(" ".join(text))
+            return tuple(int(item) for item in text)
         if self.kind == "integer":
             if not _INTEGER.fullmatch(text):
                 raise self.bad(text)
@@ -54,6 +59,8 @@ class ArgSpec:
 
     def normalise(self, value: Any) -> Any:
         """Replace a synonym by the choice it stands for, and a whole number by the same float where one is meant."""
+        if self.kind == "integers" and isinstance(value, (list, tuple)):
+            return tuple(value)
         if isinstance(value, str):
             return dict(self.synonyms).get(value, value)
         if self.kind == "number" and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53:
@@ -83,7 +90,7 @@ class ArgSpec:
             parts.append(f"at least {self.low:.15g}")
         if self.high is not None:
             parts.append(f"at most {self.high:.15g}")
-        noun = "an integer" if self.kind == "integer" else "a finite number"
+        noun = {"integer": "an integer", "integers": "a list of integers"}.get(self.kind, "a finite number")
         also = f", or {self.also}" if self.also is not None else ""
         return f"{noun} {' and '.join(parts)}{also}"
 
@@ -94,7 +101,12 @@ class ArgSpec:
             return isinstance(value, bool)
         if self.kind == "text":
             return isinstance(value, str) and (value in self.choices if self.choices else bool(value.strip()))
-        number = isinstance(value, int if self.kind == "integer" else float) and not isinstance(value, bool)
+        if self.kind == "integers":
+            return isinstance(value, tuple) and bool(value) and all(map(self._allows_number, value))
+        return self._allows_number(value)
+
+    def _allows_number(self, value: Any) -> bool:
+        number = isinstance(value, float if self.kind == "number" else int) and not isinstance(value, bool)
         if not number or not math.isfinite(value):
             return False
         if self.also is not None and value == self.also:

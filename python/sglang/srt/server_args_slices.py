@@ -10,7 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
-    """How to load one checkpoint. ``overrides`` change its ``config.json``; ``dtype`` is the type to compute in."""
+    """How to load one checkpoint. ``overrides`` change its ``config.json``; ``dtype`` is the type to compute in;
+    ``deterministic`` asks for products whose rows do not depend on how many rows are computed with them."""
 
     model_path: Path
     load_format: str
@@ -18,6 +19,7 @@ class LoadConfig:
     overrides: Mapping[str, Any]
     trust_remote_code: bool
     revision: str | None
+    deterministic: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +57,17 @@ class SpecConfig:
     num_steps: int
     topk: int
     num_draft_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GraphConfig:
+    """How decode steps run: which batch sizes they are padded to, and whether each size is captured as a graph.
+
+    ``sizes`` None: a list up to ``max_size`` where steps are captured, no padding where they are not. Without ``pad``
+    only batches of exactly a captured size run as graphs.
+    """
+
+    capture: bool
+    sizes: tuple[int, ...] | None
+    max_size: int
+    pad: bool

@@ -159,8 +159,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "disable-flashinfer-cutlass-moe-fp4-allgather=",
     ),
     (
-        "captured graphs are not available yet",
-        "cuda-graph-max-bs cuda-graph-bs disable-cuda-graph= disable-cuda-graph-padding= "
+        "graphs are captured of whole decode steps and of nothing else",
         "enable-profile-cuda-graph enable-cudagraph-gc enable-piecewise-cuda-graph disable-piecewise-cuda-graph= "
         "piecewise-cuda-graph-max-tokens piecewise-cuda-graph-tokens piecewise-cuda-graph-compiler "
         "enable-breakable-cuda-graph",
@@ -209,8 +208,8 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "enable-quant-communications",
     ),
     (
-        "results are always reproducible on a CPU and not guaranteed elsewhere yet",
-        "enable-deterministic-inference rl-on-policy-target",
+        "this engine trains nothing; --enable-deterministic-inference makes its output reproducible",
+        "rl-on-policy-target",
     ),
     (
         "debugging dumps and profiling marks are not available",

@@ -30,17 +30,43 @@ def test_host_and_device_show_the_same_table() -> None:
     row = pool.alloc()
     pool.write(row, 2, np.array([40, 41, 42], dtype=np.int64))
     pool.write(row, 0, np.empty(0, dtype=np.int64))
-    expected = [[0] * 8, [0, 0, 40, 41, 42, 0, 0, 0], [0] * 8]
+    pool.flush()
+    expected = [[0] * 8, [0, 0, 40, 41, 42, 0, 0, 0], [0] * 8, [0] * 8]  # and the row of padding
     assert pool.req_to_token.dtype == torch.int32 and pool.host.dtype == np.int32
     assert pool.req_to_token.tolist() == pool.host.tolist() == expected
 
 
-@pytest.mark.cuda
-def test_a_device_table_is_kept_equal() -> None:
-    pool = ReqToTokenPool(2, 8, "cuda")
-    pool.write(pool.alloc(), 3, np.array([7, 8], dtype=np.int64))
-    assert pool.req_to_token.is_cuda
-    assert pool.req_to_token.cpu().tolist() == pool.host.tolist() == [[0, 0, 0, 7, 8, 0, 0, 0], [0] * 8]
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_mirrored_table_shows_all_writes_at_the_next_flush(device: str) -> None:
+    pool = ReqToTokenPool(2, 8, device, mirrored=True)
+    rng = np.random.default_rng(0)
+    rows = [pool.alloc(), pool.alloc()]
+    for _ in range(5):
+        seen = pool.req_to_token.clone()
+        for _ in range(20):
+            start = int(rng.integers(0, 8))
+            slots = rng.integers(1, 1000, size=int(rng.integers(0, 9 - start)))
+            pool.write(rows[int(rng.integers(2))], start, slots)
+        assert torch.equal(pool.req_to_token, seen), "nothing is shown before the flush"
+        pool.flush()
+        assert pool.req_to_token.device.type == device
+        assert np.array_equal(pool.req_to_token.cpu().numpy(), pool.host)
+        assert not pool.host[pool.dummy_row].any() and pool.host[:2].any()
+
+
+def test_a_flush_takes_writes_of_any_length() -> None:
+    pool = ReqToTokenPool(2, 5000, "cpu", mirrored=True)
+    row = pool.alloc()
+    for length in (3, 5000, 1, 4000):
+        pool.write(row, 0, np.arange(length) + length)
+        pool.flush()
+        assert np.array_equal(pool.req_to_token.numpy(), pool.host)
+
+
+def test_nobody_writes_the_dummy_row() -> None:
+    pool = ReqToTokenPool(2, 8, "cpu")
+    with pytest.raises(AssertionError, match="not in use"):
+        pool.write(pool.dummy_row, 0, np.array([1]))
 
 
 @pytest.mark.parametrize("start", [-1, 7])

@@ -16,6 +16,10 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import sample_tokens
 from sglang.srt.managers.schedule_batch import GenerationBatchResult, Req, ScheduleBatch
 from sglang.srt.mem_cache.kv_view import ReadOnlyKVPool
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, EagerRunner, Runner, batch_sizes
+from sglang.srt.model_executor.decode_loop import DecodeLoop
+from sglang.srt.model_executor.decode_programs import StepBuffers, TargetDecodeProgram
+from sglang.srt.model_executor.decode_rows import ResidentRows
 from sglang.srt.model_executor.forward_batch_info import (
     AttnGeometry,
     CaptureHiddenMode,
@@ -24,8 +28,10 @@ from sglang.srt.model_executor.forward_batch_info import (
     HostLens,
     TailBatch,
 )
+from sglang.srt.model_executor.input_buffers import ROWS
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_configurator import KVMemory
+from sglang.srt.server_args_slices import GraphConfig
 from sglang.srt.speculative.spec_info import SpecCapabilities
 
 
@@ -33,14 +39,22 @@ class TpModelWorker:
     """Runs one model over the KV memory it was given. Without speculation it is the scheduler's worker."""
 
     def __init__(
-        self, runner: ModelRunner, memory: KVMemory, backend: AttentionBackend, *, capture_hidden: bool = False
+        self,
+        runner: ModelRunner,
+        memory: KVMemory,
+        backend: AttentionBackend,
+        *,
+        capture_hidden: bool = False,
+        graphs: GraphConfig | None = None,
     ) -> None:
+        """``graphs``: how its decode steps run; None for a worker whose decode steps are somebody else's."""
         self.runner = runner
         self.memory = memory
         self.backend = backend
         self.kv_manager = memory.kv_manager
         self.capture_hidden = capture_hidden
         self.capabilities = SpecCapabilities(max_tokens_per_step=1, needs_draft_kv=False, supports_overlap=False)
+        self._loop = None if graphs is None else self._decode_loop(graphs)
 
     def kv_reader(self) -> KVMemory:
         """The only way to this worker's KV for another worker: read-only."""
@@ -48,12 +62,16 @@ class TpModelWorker:
 
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         with torch.inference_mode():
-            if batch.mode is ForwardMode.EXTEND:
-                tokens = self.extend(batch)[0][:, None]
-            else:
-                newest = torch.tensor([[req.token_ids[-1]] for req in batch.reqs], device=self._device)
-                tokens = self.decode_rows(batch, newest)[0]
+            if batch.mode is not ForwardMode.EXTEND:
+                assert self._loop is not None, "this worker was made without decode steps"
+                return self._loop.run(batch)
+            tokens = self.extend(batch)[0][:, None]
             return GenerationBatchResult(tokens, torch.ones(len(batch.reqs), dtype=torch.int64), None, num_drafts=0)
+
+    def capture_graphs(self) -> None:
+        """Once, before the first step."""
+        assert self._loop is not None, "this worker was made without decode steps"
+        self._loop.capture()
 
     def extend(self, batch: ScheduleBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the next ``extend_lens`` positions of each request.
@@ -68,28 +86,12 @@ class TpModelWorker:
             ]
         )
         mode = CaptureHiddenMode.LAST if self.capture_hidden else CaptureHiddenMode.NULL
-        fb = self._forward_batch(ForwardMode.EXTEND, batch.reqs, self._tensor(ids), batch.extend_lens, mode)
+        fb = self._extend_batch(batch.reqs, self._tensor(ids), batch.extend_lens, mode)
         out: LogitsProcessorOutput = self.runner.model.forward(fb)
         last_rows = torch.zeros((len(batch.reqs), 1), dtype=torch.int64, device=self._device)
         apply_logit_controls(out.next_token_logits, batch.reqs, last_rows)
         last = self._tensor(np.array([s + n - 1 for s, n in zip(starts, batch.extend_lens, strict=True)]))
         return sample_tokens(out.next_token_logits, batch.sampling_info, last, 1), out.hidden_states
-
-    def decode_rows(self, batch: ScheduleBatch, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run ``rows`` [B, N] int64 (newest token, then drafts) behind the committed tokens of each request.
-
-        Returns the target's choice after every row [B, N] and the hidden states [B, N, H] (or None). Plain decode is
-        the case N = 1.
-        """
-        num, width = rows.shape
-        mode = CaptureHiddenMode.FULL if self.capture_hidden else CaptureHiddenMode.NULL
-        kind = ForwardMode.DECODE if width == 1 else ForwardMode.TARGET_VERIFY
-        fb = self._forward_batch(kind, batch.reqs, rows.reshape(-1), (width,) * num, mode)
-        out: LogitsProcessorOutput = self.runner.model.forward(fb)
-        apply_logit_controls(out.next_token_logits, batch.reqs, rows)
-        tokens = sample_tokens(out.next_token_logits, batch.sampling_info, fb.positions, width)
-        hidden = None if out.hidden_states is None else out.hidden_states.view(num, width, -1)
-        return tokens.view(num, width), hidden
 
     def describe(self) -> dict[str, object]:
         """Facts for the start-up log and ``/server_info``."""
@@ -106,6 +108,17 @@ class TpModelWorker:
             "architecture": self.runner.config.architecture,
         }
 
+    def _decode_loop(self, graphs: GraphConfig) -> DecodeLoop:
+        device, memory = self._device, self.memory
+        rows = ResidentRows(memory.max_requests, memory.dummy_row, device)
+        out = StepBuffers.allocate({ROWS: memory.max_requests, "result_width": 2}, self.runner.dtype, device)
+        program = TargetDecodeProgram(self.runner.model, self.backend, memory, rows.device, out)
+        sizes = batch_sizes(graphs, memory.max_requests)
+        runner: Runner = EagerRunner(program)
+        if graphs.capture:
+            runner = CudaGraphRunner(program, sizes.sizes)
+        return DecodeLoop(rows, out, runner, sizes, self.kv_manager, num_drafts=0)
+
     @property
     def _device(self) -> torch.device:
         return self.runner.device.torch_device
@@ -113,31 +126,25 @@ class TpModelWorker:
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
 
-    def _forward_batch(
-        self,
-        mode: ForwardMode,
-        reqs: tuple[Req, ...],
-        input_ids: torch.Tensor,
-        q_lens: tuple[int, ...],
-        capture: CaptureHiddenMode,
+    def _extend_batch(
+        self, reqs: tuple[Req, ...], input_ids: torch.Tensor, q_lens: tuple[int, ...], capture: CaptureHiddenMode
     ) -> ForwardBatch:
         """The next ``q_lens[b]`` positions of each request, in slots it owns."""
         kvs = [req.kv for req in reqs]
         assert all(kv is not None for kv in kvs), "a request without KV cannot run"
+        self.kv_manager.show_device()
         starts = tuple(kv.committed_len for kv in kvs)  # type: ignore[union-attr]
         ends = tuple(s + n for s, n in zip(starts, q_lens, strict=True))
         positions = self._tensor(np.concatenate([np.arange(s, e) for s, e in zip(starts, ends, strict=True)]))
         locs = [self.kv_manager.locs(kv, s, e) for kv, s, e in zip(kvs, starts, ends, strict=True)]  # type: ignore[arg-type]
         req_rows = self._tensor(np.array([kv.req_pool_idx for kv in kvs]))  # type: ignore[union-attr]
         geometry = AttnGeometry.from_host(req_rows, positions, q_lens, HostLens(ends, starts))
-        logits_rows, tail = None, None
-        if mode is ForwardMode.EXTEND:
-            logits_rows = self._tensor(np.cumsum(q_lens) - 1)
-            text = self.runner.config.text
-            if text.first_kv_shared_layer < text.num_layers:
-                tail = self._tail(logits_rows, geometry, input_ids, capture)
+        logits_rows, tail = self._tensor(np.cumsum(q_lens) - 1), None
+        text = self.runner.config.text
+        if text.first_kv_shared_layer < text.num_layers:
+            tail = self._tail(logits_rows, geometry, input_ids, capture)
         return ForwardBatch(
-            mode=mode,
+            mode=ForwardMode.EXTEND,
             input_ids=input_ids,
             positions=positions,
             token_to_kv_pool=self.memory.pool,

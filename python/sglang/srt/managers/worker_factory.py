@@ -38,7 +38,11 @@ def create_worker(args: ServerArgs) -> ModelWorker:
         device=device,
     )
     backend = load_entry(ATTENTION_BACKENDS, args.attention_backend)(memory.req_to_token)
-    target = TpModelWorker(runner, memory, backend, capture_hidden=spec is not None)
+    graphs = args.graph_config()
     if spec is None or draft_runner is None:
-        return target
-    return load_entry(SPECULATIVE_ALGORITHMS, spec.algorithm)(draft_runner, target, backend, spec)
+        worker = TpModelWorker(runner, memory, backend, graphs=graphs)
+    else:
+        target = TpModelWorker(runner, memory, backend, capture_hidden=True)
+        worker = load_entry(SPECULATIVE_ALGORITHMS, spec.algorithm)(draft_runner, target, backend, spec, graphs)
+    worker.capture_graphs()
+    return worker

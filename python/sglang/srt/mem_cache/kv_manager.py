@@ -125,6 +125,10 @@ class KVCacheManager:
         assert kv.committed_len <= committed_len <= kv.allocated_len, f"commit of {committed_len} tokens to {kv}"
         kv.committed_len = committed_len
 
+    def show_device(self) -> None:
+        """Make the request table on the device equal to the host's; comes before a forward that reads it."""
+        self._req_to_token.flush()
+
     def cache_unfinished(self, kv: RequestKV, token_ids: Sequence[int] | np.ndarray) -> None:
         """Let others share the committed whole pages of a request that goes on.
 

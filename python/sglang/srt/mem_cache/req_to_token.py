@@ -5,26 +5,37 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from sglang.srt.utils.device import Staging
+
 
 class ReqToTokenPool:
     """A table of rows, one per open request: ``row[position] = slot``.
 
-    ``req_to_token``: [max_requests, max_len] int32 on ``device``, for kernels. ``host``: the same table for the CPU
-    (the same memory when the device is a CPU), so that planning never reads the device. Entries beyond what a row's
-    owner wrote are leftovers of earlier requests.
+    ``req_to_token``: [max_requests + 1, max_len] int32 on ``device``, for kernels. ``host``: the same table for the
+    CPU, so that planning never reads the device. On a CPU both are the same memory; elsewhere what was written since
+    the last ``flush`` is shown to the device by one copy. Entries beyond what a row's owner wrote are leftovers of
+    earlier requests. The last row, ``dummy_row``, belongs to nobody and stays zero: every position of it is a slot of
+    the pool's dummy page, where the padding rows of a batch write.
     """
 
-    def __init__(self, max_requests: int, max_len: int, device: torch.device | str) -> None:
+    def __init__(
+        self, max_requests: int, max_len: int, device: torch.device | str, *, mirrored: bool | None = None
+    ) -> None:
+        """``mirrored`` keeps a copy apart even on a CPU; by default only where it is needed."""
         assert max_requests >= 1 and max_len >= 1, f"{max_requests=} {max_len=}"
+        device = torch.device(device)
         self.max_requests = max_requests
         self.max_len = max_len
-        self._host_tensor = torch.zeros((max_requests, max_len), dtype=torch.int32)
-        self.host: np.ndarray = self._host_tensor.numpy()
-        # Without a copy on a CPU: .to() returns the tensor itself.
-        self.req_to_token = self._host_tensor.to(device)
-        self._mirrored = self.req_to_token is not self._host_tensor
+        self.dummy_row = max_requests
+        host = torch.zeros((max_requests + 1, max_len), dtype=torch.int32)
+        self.host: np.ndarray = host.numpy()
+        self._mirrored = device.type != "cpu" if mirrored is None else mirrored
+        self.req_to_token = torch.zeros(host.shape, dtype=torch.int32, device=device) if self._mirrored else host
         self._free_rows = list(reversed(range(max_requests)))
         self._in_use = [False] * max_requests
+        self._unseen: list[tuple[int, int, int]] = []  # (row, start, end) the device does not know of yet
+        self._staging = Staging(device)
+        self._host_block = torch.empty(0, dtype=torch.int64)
 
     @property
     def available(self) -> int:
@@ -46,8 +57,35 @@ class ReqToTokenPool:
     def write(self, row: int, start: int, slots: np.ndarray) -> None:
         """Set positions ``start ..`` of a row to ``slots`` [n], any integer dtype."""
         end = start + len(slots)
-        assert self._in_use[row], f"row {row} is written but not in use"
+        assert 0 <= row < self.max_requests and self._in_use[row], f"row {row} is written but not in use"
         assert 0 <= start and end <= self.max_len, f"positions {start}..{end} do not fit a row of {self.max_len}"
         self.host[row, start:end] = slots
-        if self._mirrored:
-            self.req_to_token[row, start:end] = self._host_tensor[row, start:end].to(self.req_to_token.device)
+        if self._mirrored and end > start:
+            self._unseen.append((row, start, end))
+
+    def flush(self) -> None:
+        """Show the device all writes since the last call. Comes before every forward that reads the table."""
+        if not self._unseen:
+            return
+        count = sum(end - start for _, start, end in self._unseen)
+        block = self._block_of(2 * count)
+        indices, slots = block[:count].numpy(), block[count:].numpy()
+        at = 0
+        for row, start, end in self._unseen:
+            stop, first = at + end - start, row * self.max_len + start
+            indices[at:stop] = np.arange(first, first + stop - at)
+            slots[at:stop] = self.host[row, start:end]
+            at = stop
+        self._unseen.clear()
+        sent = torch.empty(2 * count, dtype=torch.int64, device=self.req_to_token.device)
+        self._staging.send(block, sent)
+        # a position written twice is in the list twice, with the same newest slot
+        self.req_to_token.view(-1).index_copy_(0, sent[:count], sent[count:].to(torch.int32))
+
+    def _block_of(self, num_values: int) -> torch.Tensor:
+        """Host memory for ``num_values`` that no copy is reading any more."""
+        self._staging.wait()
+        if self._host_block.shape[0] < num_values:
+            capacity = max(1024, 1 << (num_values - 1).bit_length())
+            self._host_block = torch.empty(capacity, dtype=torch.int64, pin_memory=self._staging.is_pinned)
+        return self._host_block[:num_values]

@@ -30,6 +30,16 @@ class KVMemory:
     max_requests: int
     context_length: int
 
+    @property
+    def dummy_row(self) -> int:
+        """The row of ``req_to_token`` that padding rows use."""
+        return self.req_to_token.shape[0] - 1
+
+    @property
+    def max_kv_len(self) -> int:
+        """No request's KV is longer, speculation's reserve included."""
+        return self.req_to_token.shape[1]
+
     def read_only(self) -> KVMemory:
         """The same KV for somebody who must not write it."""
         return KVMemory(

@@ -5,12 +5,10 @@ All of them make new values; a draft never edits a batch it was given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from sglang.srt.mem_cache.kv_manager import RequestKV
 from sglang.srt.model_executor.forward_batch_info import (
     AttnGeometry,
     AttnPlan,
@@ -26,20 +24,28 @@ from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPContext
 FROZEN_POSITION_OFFSET = 0
 
 
-def set_frozen_kv_positions(committed_lens: Sequence[int], device: torch.device) -> torch.Tensor:
+def set_frozen_kv_positions(committed_lens: torch.Tensor) -> torch.Tensor:
     """The query position of each request for the whole round, [B] int64. It does not advance while drafting."""
-    return torch.tensor([n + FROZEN_POSITION_OFFSET for n in committed_lens], dtype=torch.int64, device=device)
+    return committed_lens + FROZEN_POSITION_OFFSET
 
 
-def frozen_kv_target_view(kvs: Sequence[RequestKV], device: torch.device) -> AttnGeometry:
-    """What a draft may see, for planning: the committed prefix of each request and never an uncommitted slot."""
-    committed = tuple(kv.committed_len for kv in kvs)
-    return AttnGeometry.from_host(
-        torch.tensor([kv.req_pool_idx for kv in kvs], device=device),
-        set_frozen_kv_positions(committed, device),
-        (1,) * len(kvs),
-        HostLens(committed, tuple(n + FROZEN_POSITION_OFFSET for n in committed)),
-    )
+def frozen_kv_target_view(
+    req_pool_indices: torch.Tensor,
+    committed_lens: torch.Tensor,
+    committed_on_host: tuple[int, ...] | None,
+    max_kv_len: int,
+) -> AttnGeometry:
+    """What a draft may see, for planning: the committed prefix of each request and never an uncommitted slot.
+
+    ``req_pool_indices``, ``committed_lens`` [B] int64, the latter also as the host has them, if it may be asked;
+    ``max_kv_len``: a bound for them otherwise.
+    """
+    host = None
+    if committed_on_host is not None:
+        host = HostLens(committed_on_host, tuple(n + FROZEN_POSITION_OFFSET for n in committed_on_host))
+        max_kv_len = max(committed_on_host)
+    positions, q_lens = set_frozen_kv_positions(committed_lens), (1,) * committed_lens.shape[0]
+    return AttnGeometry(req_pool_indices, committed_lens, positions, q_lens, max_kv_len, host)
 
 
 def expand_for_topk_draft(geometry: AttnGeometry, topk: int) -> AttnGeometry:

@@ -11,29 +11,41 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kernel.spec_tree import accept_chain
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.managers.schedule_batch import GenerationBatchResult, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.cuda_graph_runner import EagerRunner, Runner, batch_sizes
+from sglang.srt.model_executor.decode_loop import DecodeLoop
+from sglang.srt.model_executor.decode_programs import WIDTH, TargetVerifyProgram
+from sglang.srt.model_executor.decode_rows import ResidentRows
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.input_buffers import ROWS
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.gemma4_mtp import build_frozen_kv_mtp_context
-from sglang.srt.server_args_slices import SpecConfig
-from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPDraftInput, FrozenKVMTPVerifyInput
-from sglang.srt.speculative.frozen_kv_mtp_utils import (
-    expand_for_topk_draft,
-    frozen_kv_target_view,
-    target_kv_pool_view,
-    with_tokens,
+from sglang.srt.server_args_slices import GraphConfig, SpecConfig
+from sglang.srt.speculative.frozen_kv_mtp_cuda_graph_runner import (
+    FrozenKVMTPAcceptProgram,
+    FrozenKVMTPCudaGraphRunner,
+    FrozenKVMTPDraftProgram,
+    FrozenKVMTPInputBuffers,
+    FrozenKVMTPRound,
 )
+from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPDraftInput, FrozenKVMTPVerifyInput
 from sglang.srt.speculative.spec_info import SpecCapabilities
-from sglang.srt.utils.env import SGLANG_DEBUG_KV_DIGEST
+from sglang.srt.utils.env import SGLANG_DEBUG_KV_DIGEST, SGLANG_SPEC_SEPARATE_GRAPHS
 
 
 class FrozenKVMTPWorker(TpModelWorker):
     """*Is* the assistant's worker, *has* the target's. Reads the target's KV through a read-only view."""
 
-    def __init__(self, runner: ModelRunner, target: TpModelWorker, backend: AttentionBackend, spec: SpecConfig) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        target: TpModelWorker,
+        backend: AttentionBackend,
+        spec: SpecConfig,
+        graphs: GraphConfig,
+    ) -> None:
         super().__init__(runner, target.kv_reader(), backend)
         self.target = target
         self.spec = spec
@@ -44,13 +56,21 @@ class FrozenKVMTPWorker(TpModelWorker):
             max_tokens_per_step=spec.num_draft_tokens, needs_draft_kv=False, supports_overlap=False
         )
         self._check_digest = SGLANG_DEBUG_KV_DIGEST.get()
+        self._rows = ResidentRows(self.memory.max_requests, self.memory.dummy_row, self._device)
+        self._buffers = self._make_buffers()
+        self.round = self._make_round()
+        self.rounds = self._round_loop(graphs)
 
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         with torch.inference_mode():
             if batch.mode is ForwardMode.EXTEND:
                 return self._extend(batch)
-            chain = self.draft(batch)
-            return self.verify(batch, chain)
+            if self._check_digest:
+                return self.verify(batch, self.draft(batch))
+            return self.rounds.run(batch)
+
+    def capture_graphs(self) -> None:
+        self.rounds.capture()
 
     def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """The target alone; its token and hidden state seed the first draft."""
@@ -60,36 +80,23 @@ class FrozenKVMTPWorker(TpModelWorker):
         return GenerationBatchResult(tokens[:, None], ones, FrozenKVMTPDraftInput(tokens, hidden), num_drafts=0)
 
     def draft(self, batch: ScheduleBatch) -> FrozenKVMTPVerifyInput:
-        """S identical iterations (token, hidden) -> (token, hidden) over the committed prefix, planned once."""
-        seed = batch.spec_info
-        assert isinstance(seed, FrozenKVMTPDraftInput), f"a decode step needs a draft seed, got {type(seed).__name__}"
+        """The first stage of a round by itself."""
         before = self.context.target_token_to_kv_pool.digest() if self._check_digest else None
-        kvs = [req.kv for req in batch.reqs if req.kv is not None]
-        geometry = expand_for_topk_draft(frozen_kv_target_view(kvs, self._device), self.spec.topk)
-        plan = self.backend.init_forward_metadata(geometry)
-        token, hidden = seed.bonus_tokens, seed.hidden_states
-        fb = target_kv_pool_view(self.context, geometry, plan, token)
-        chain = [token]
-        for _ in range(self.spec.num_steps):
-            state, hidden = self.runner.model.forward(with_tokens(fb, token), hidden)
-            token = self.runner.model.draft_argmax(state)
-            chain.append(token)
+        self.round.draft.run(self.rounds.prepare(batch, exact=True))
         if before is not None and before != self.context.target_token_to_kv_pool.digest():
             raise RuntimeError("drafting changed the target's KV")
-        steps = torch.arange(len(chain), device=self._device)
-        return FrozenKVMTPVerifyInput(torch.stack(chain, dim=1), geometry.positions[:, None] + steps)
+        num = len(batch.reqs)
+        chain = self._buffers.draft_tokens[:num].clone()
+        positions = self._rows.device.committed_lens[:num, None] + torch.arange(chain.shape[1], device=self._device)
+        return FrozenKVMTPVerifyInput(chain, positions)
 
     def verify(self, batch: ScheduleBatch, chain: FrozenKVMTPVerifyInput) -> GenerationBatchResult:
-        """One target pass over the chain; the run each request gains, and the seed of its next draft."""
-        tokens, hidden = self.target.decode_rows(batch, chain.draft_tokens)
-        assert hidden is not None
-        accept_lens = accept_chain(chain.draft_tokens, tokens)
-        last = (accept_lens - 1)[:, None]
-        seed = FrozenKVMTPDraftInput(
-            bonus_tokens=tokens.gather(1, last).squeeze(1),
-            hidden_states=hidden.gather(1, last[:, :, None].expand(-1, -1, hidden.shape[2])).squeeze(1),
-        )
-        return GenerationBatchResult(tokens, accept_lens, seed, num_drafts=self.spec.num_steps)
+        """The other stages: one target pass over the chain; the run each request gains, and its next seed."""
+        step = self.rounds.prepare(batch, exact=True)
+        self._buffers.draft_tokens[: len(batch.reqs)].copy_(chain.draft_tokens)
+        self.round.verify.run(step)
+        self.round.accept.run(step)
+        return self.rounds.finish(batch)
 
     def describe(self) -> dict[str, object]:
         facts = self.target.describe()
@@ -103,3 +110,35 @@ class FrozenKVMTPWorker(TpModelWorker):
             "layer_map": dict(enumerate(self.context.target_layer_ids)),
         }
         return facts
+
+    def _make_buffers(self) -> FrozenKVMTPInputBuffers:
+        width = self.spec.num_draft_tokens
+        sizes = {
+            ROWS: self.memory.max_requests,
+            WIDTH: width,
+            "result_width": width + 1,
+            "hidden": self.target.runner.config.text.hidden_size,
+        }
+        return FrozenKVMTPInputBuffers.allocate(sizes, self.target.runner.dtype, self._device)
+
+    def _make_round(self) -> FrozenKVMTPRound:
+        target, rows, buffers = self.target, self._rows.device, self._buffers
+        draft = FrozenKVMTPDraftProgram(
+            self.runner.model,
+            self.backend,
+            self.context,
+            rows,
+            buffers,
+            topk=self.spec.topk,
+            max_kv_len=self.memory.max_kv_len,
+        )
+        verify = TargetVerifyProgram(target.runner.model, target.backend, target.memory, rows, buffers)
+        return FrozenKVMTPRound(draft, verify, FrozenKVMTPAcceptProgram(rows, buffers))
+
+    def _round_loop(self, graphs: GraphConfig) -> DecodeLoop:
+        sizes = batch_sizes(graphs, self.memory.max_requests)
+        runner: Runner = EagerRunner(self.round)
+        if graphs.capture:
+            separate = SGLANG_SPEC_SEPARATE_GRAPHS.get()
+            runner = FrozenKVMTPCudaGraphRunner(self.round, sizes.sizes, separate=separate)
+        return DecodeLoop(self._rows, self._buffers, runner, sizes, self.kv_manager, num_drafts=self.spec.num_steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +24,68 @@ class Device:
     def available_bytes(self) -> int:
         """Memory that can still be taken, in bytes."""
         if self.kind == "cuda":
+            torch.cuda.empty_cache()
             return torch.cuda.mem_get_info(self.index)[0]
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def total_bytes(self) -> int:
+        """All memory of the device, in bytes."""
+        if self.kind == "cuda":
+            return torch.cuda.mem_get_info(self.index)[1]
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        """Memory that ``run`` takes at its height beyond what is taken already, in bytes. CUDA only."""
+        assert self.kind == "cuda", "the allocator of a CPU keeps no count"
+        torch.cuda.synchronize(self.index)
+        torch.cuda.reset_peak_memory_stats(self.index)
+        before = torch.cuda.memory_allocated(self.index)
+        run()
+        torch.cuda.synchronize(self.index)
+        return torch.cuda.max_memory_allocated(self.index) - before
+
+
+class Staging:
+    """Host memory that is filled, then sent to a device in one copy. On a CPU it is the device's memory itself.
+
+    The copy runs while the host goes on, so memory under way must not be changed: ``wait`` first.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_pinned = device.type == "cuda"
+        self._sent = torch.cuda.Event() if self.is_pinned else None  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Until what was sent has left the host memory."""
+        if self._sent is not None:
+            self._sent.synchronize()
+
+    def send(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        """``host`` must be pinned when the device is not a CPU."""
+        device.copy_(host, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+
+class Readback:
+    """The one way results come to the host: one copy, one wait."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        """``source`` is the largest tensor that will be read."""
+        self._pinned, self._done = None, None
+        if source.is_cuda:
+            self._pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def read(self, source: torch.Tensor) -> torch.Tensor:
+        """A copy of ``source``, the first rows of the tensor this was made for, on the host."""
+        if self._pinned is None or self._done is None:
+            return source.clone()
+        target = self._pinned[: source.shape[0]]
+        target.copy_(source, non_blocking=True)
+        self._done.record()
+        self._done.synchronize()
+        return target.clone()
 
 
 def set_compute_threads(wanted: int) -> int:

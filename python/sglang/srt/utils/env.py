@@ -47,6 +47,13 @@ SGLANG_DEBUG_KV_DIGEST = EnvVar(
     help="digest every target KV buffer before and after a draft, and fail if it changed",
 )
 
+SGLANG_SPEC_SEPARATE_GRAPHS = EnvVar(
+    name="SGLANG_SPEC_SEPARATE_GRAPHS",
+    default=False,
+    parse=parse_bool,
+    help="capture draft loop, verification and acceptance of a round as graphs of their own",
+)
+
 SGLANG_CPU_THREADS = EnvVar(
     name="SGLANG_CPU_THREADS",
     default=0,
@@ -54,4 +61,8 @@ SGLANG_CPU_THREADS = EnvVar(
     help="threads an engine on a CPU computes with; 0: all cores but one, which tokenizing and HTTP need",
 )
 
-ENVIRONMENT: tuple[EnvVar, ...] = (SGLANG_DEBUG_KV_DIGEST, SGLANG_CPU_THREADS)
+ENVIRONMENT: tuple[EnvVar, ...] = (
+    SGLANG_DEBUG_KV_DIGEST,
+    SGLANG_SPEC_SEPARATE_GRAPHS,
+    SGLANG_CPU_THREADS,
+)

@@ -1,0 +1,189 @@
+"""The one capture engine: programs of fixed shape, run eagerly or as CUDA graphs.
+
+A *program* reads and writes buffers that never move. What it does depends on nothing but their contents, so the same
+object can be run on a CPU, run eagerly, or captured once per batch size and replayed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.server_args_slices import GraphConfig
+
+logger = logging.getLogger(__name__)
+
+
+class GraphCaptureError(ValueError):
+    """A batch size could not be captured; the text names it and the flag to change."""
+
+
+class StepKind(Enum):
+    """How tokens are chosen. EDITED steps change logits by what requests have emitted, which only the host knows."""
+
+    GREEDY = "greedy"
+    SAMPLED = "sampled"
+    EDITED = "edited"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One run of a program over the first ``size`` rows of its buffers, rows of padding included.
+
+    ``batch``: what the host knows of these rows, for a run that is not captured and has no padding. It changes no
+    result; it saves reading lengths back, and work for controls that nobody uses.
+    """
+
+    size: int
+    kind: StepKind
+    batch: ScheduleBatch | None
+
+
+class GraphProgram(Protocol):
+    """``samples``: whether its work differs between GREEDY and SAMPLED."""
+
+    name: str
+    samples: bool
+
+    def run(self, step: Step) -> None:
+        """Without a host read, unless ``step.batch`` is given."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs one program."""
+
+    program: GraphProgram
+
+    def can_run(self, step: Step) -> bool: ...
+
+    def capture(self) -> None:
+        """Once, when the buffers hold nothing but padding."""
+        ...
+
+    def run(self, step: Step) -> None: ...
+
+
+class EagerRunner:
+    """Calls the program."""
+
+    def __init__(self, program: GraphProgram) -> None:
+        self.program = program
+
+    def can_run(self, step: Step) -> bool:
+        return True
+
+    def capture(self) -> None:
+        """Nothing to capture."""
+
+    def run(self, step: Step) -> None:
+        self.program.run(step)
+
+
+class CudaGraphRunner:
+    """Replays what it captured, and calls the program for any other step.
+
+    Graphs of one ``pool`` share their memory, so no two of them may run at once and none leaves results outside the
+    program's buffers.
+    """
+
+    def __init__(self, program: GraphProgram, sizes: Sequence[int], pool: Any = None) -> None:
+        """``pool``: a handle of ``torch.cuda.graph_pool_handle`` to share; by default one of its own."""
+        self.program = program
+        self._sizes = tuple(sizes)
+        self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self._graphs: dict[tuple[int, StepKind], torch.cuda.CUDAGraph] = {}
+
+    def can_run(self, step: Step) -> bool:
+        return self._key(step) in self._graphs
+
+    def capture(self) -> None:
+        """Largest first, so that smaller graphs find the memory they need in the pool."""
+        start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        stream = torch.cuda.Stream()
+        kinds = (StepKind.SAMPLED, StepKind.GREEDY) if self.program.samples else (StepKind.GREEDY,)
+        for size in sorted(self._sizes, reverse=True):
+            for kind in kinds:
+                step = Step(size, kind, None)
+                self._graphs[self._key(step)] = self._capture(step, stream)
+        logger.info(
+            "Captured %s: %d graphs for batches up to %d in %.1f s, %.0f MB",
+            self.program.name,
+            len(self._graphs),
+            max(self._sizes),
+            time.perf_counter() - start,
+            (free - torch.cuda.mem_get_info()[0]) / 1e6,
+        )
+
+    def run(self, step: Step) -> None:
+        graph = self._graphs.get(self._key(step))
+        if graph is None:
+            self.program.run(step)
+        else:
+            graph.replay()
+
+    def _key(self, step: Step) -> tuple[int, StepKind]:
+        greedy = step.kind is StepKind.GREEDY or not self.program.samples
+        return step.size, StepKind.GREEDY if greedy else step.kind
+
+    def _capture(self, step: Step, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        what = f"capturing {self.program.name} ({step.kind.value}) for batch size {step.size}"
+        graph = torch.cuda.CUDAGraph()
+        try:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                # compiles kernels and gives libraries their workspaces, neither of which a capture may do
+                self.program.run(step)
+            # other threads of the process may use CUDA meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                self.program.run(step)
+        except torch.OutOfMemoryError as error:
+            raise GraphCaptureError(
+                f"{what} ran out of memory: lower --mem-fraction-static or --cuda-graph-max-bs, or give "
+                f"--disable-cuda-graph ({error})"
+            ) from error
+        except Exception as error:  # whatever a kernel raises, the size that met it has to be named
+            raise GraphCaptureError(
+                f"{what} failed ({type(error).__name__}: {error}): leave the size out with --cuda-graph-bs, or give "
+                "--disable-cuda-graph"
+            ) from error
+        return graph
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """The sizes that batches are padded to, ascending; none: batches run as they are."""
+
+    sizes: tuple[int, ...]
+    pad: bool
+
+    def fit(self, num_rows: int) -> int | None:
+        """The least size that holds ``num_rows``, None when there is none (or none without padding)."""
+        at = bisect.bisect_left(self.sizes, num_rows)
+        if at == len(self.sizes) or not self.pad and self.sizes[at] != num_rows:
+            return None
+        return self.sizes[at]
+
+
+def batch_sizes(config: GraphConfig, max_requests: int) -> BatchSizes:
+    """Sizes up to ``max_requests``. ``ValueError`` when sizes were asked for and none of them can occur."""
+    if config.sizes is None:
+        largest = min(config.max_size, max_requests)
+        wanted = [*range(1, 8), *range(8, 64, 8), *range(64, largest + 1, 16), largest] if config.capture else []
+    else:
+        largest, wanted = max_requests, list(config.sizes)
+    sizes = tuple(sorted({size for size in wanted if size <= largest}))
+    if wanted and not sizes:
+        raise ValueError(
+            f"--cuda-graph-bs {' '.join(map(str, wanted))} are all above the {max_requests} requests that can run: "
+            "give smaller sizes or raise --max-running-requests"
+        )
+    return BatchSizes(sizes, config.pad)

@@ -1,0 +1,86 @@
+"""One decode step of the running batch: rows to the device if they changed, the program, its result to the host.
+
+Between two steps of the same batch nothing is sent: the program has advanced the rows itself.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.managers.schedule_batch import GenerationBatchResult, Req, ScheduleBatch
+from sglang.srt.mem_cache.kv_manager import KVCacheManager
+from sglang.srt.model_executor.cuda_graph_runner import BatchSizes, Runner, Step, StepKind
+from sglang.srt.model_executor.decode_programs import StepBuffers
+from sglang.srt.model_executor.decode_rows import ResidentRows
+from sglang.srt.speculative.spec_info import SpecInput
+from sglang.srt.utils.device import Readback
+
+
+class DecodeLoop:
+    """Drives one runner. Remembers what stands in its rows, and sends them anew only if a batch is another."""
+
+    def __init__(
+        self,
+        rows: ResidentRows,
+        out: StepBuffers,
+        runner: Runner,
+        sizes: BatchSizes,
+        kv_manager: KVCacheManager,
+        *,
+        num_drafts: int,
+    ) -> None:
+        self.runner = runner
+        self.sizes = sizes
+        self._rows = rows
+        self._out = out
+        self._kv_manager = kv_manager
+        self._num_drafts = num_drafts
+        self._readback = Readback(out.result)
+        self._reqs: tuple[Req, ...] = ()
+        self._seed: SpecInput | None = None
+        self._committed: list[int] = []
+        self._size = 0
+        self._kind = StepKind.GREEDY
+
+    def run(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """A step of ``batch``, whose requests own slots for it."""
+        self.runner.run(self.prepare(batch))
+        return self.finish(batch)
+
+    def prepare(self, batch: ScheduleBatch, *, exact: bool = False) -> Step:
+        """Everything on the device as the program expects it. ``exact`` asks for a step without padding."""
+        committed = [req.kv.committed_len for req in batch.reqs if req.kv is not None]
+        same = batch.reqs is self._reqs and batch.spec_info is self._seed and committed == self._committed
+        if not same:
+            self._kind, size = _kind(batch), self.sizes.fit(len(batch.reqs))
+            # a step that edits logits asks the host, as does one without a size to be padded to
+            self._size = 0 if self._kind is StepKind.EDITED or size is None else size
+            sampling = self._size > 0 and self._kind is StepKind.SAMPLED
+            self._rows.load(batch.reqs, self._size or len(batch.reqs), sampling=sampling)
+            if batch.spec_info is not self._seed:  # the seed that the last step left is where it should be
+                self._out.load_seed(batch.spec_info)
+            self._reqs, self._seed, self._committed = batch.reqs, batch.spec_info, committed
+        self._kv_manager.show_device()
+        if self._size and not exact:
+            return Step(self._size, self._kind, None)
+        return Step(len(batch.reqs), self._kind, batch)
+
+    def finish(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """What the program left; the one time in a step that the host waits."""
+        num = len(batch.reqs)
+        result = self._readback.read(self._out.result[:num])
+        tokens, accept_lens = result[:, :-1], result[:, -1]
+        self._committed = [n + gained for n, gained in zip(self._committed, accept_lens.tolist(), strict=True)]
+        self._seed = self._out.next_seed(self._rows.device, num)
+        return GenerationBatchResult(tokens, accept_lens, self._seed, num_drafts=self._num_drafts)
+
+    def capture(self) -> None:
+        """Before the first step: the rows must hold nothing but padding."""
+        with torch.inference_mode():
+            self.runner.capture()
+
+
+def _kind(batch: ScheduleBatch) -> StepKind:
+    if any(req.params.edits_logits for req in batch.reqs):
+        return StepKind.EDITED
+    return StepKind.GREEDY if batch.sampling_info.all_greedy else StepKind.SAMPLED

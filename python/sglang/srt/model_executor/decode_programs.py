@@ -1,0 +1,151 @@
+"""The target's part of a decode step as programs: plain decode, and the verification of drafts.
+
+Shapes: B rows of the batch, padding included; N rows per request; T = B * N; V vocabulary; H hidden width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.logit_controls import apply_logit_controls
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.sampler import sample_tokens
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.cuda_graph_runner import Step, StepKind
+from sglang.srt.model_executor.decode_rows import DecodeRows
+from sglang.srt.model_executor.forward_batch_info import (
+    AttnGeometry,
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+    HostLens,
+)
+from sglang.srt.model_executor.input_buffers import ROWS, InputBuffers, buffer
+from sglang.srt.model_executor.pool_configurator import KVMemory
+from sglang.srt.speculative.spec_info import SpecInput
+
+WIDTH = "width"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepBuffers(InputBuffers):
+    """What a step leaves for the host. ``result`` [B, N + 1]: the tokens of each row, then how many of them count."""
+
+    result: torch.Tensor = buffer(ROWS, "result_width", dtype=torch.int64, pad=1)
+
+    def load_seed(self, seed: SpecInput | None) -> None:
+        """Take what a request brings from its last step besides its tokens; nothing without speculation."""
+        assert seed is None, f"a plain decode step was given {type(seed).__name__}"
+
+    def next_seed(self, rows: DecodeRows, num_rows: int) -> SpecInput | None:
+        """What the next step of the same rows starts from, as views of the buffers."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VerifyBuffers(StepBuffers):
+    """``draft_tokens`` [B, N], column 0 the bonus token; the target's choice after each, [B, N], and its hidden state
+    there, [B, N, H]."""
+
+    draft_tokens: torch.Tensor = buffer(ROWS, WIDTH, dtype=torch.int64)
+    target_tokens: torch.Tensor = buffer(ROWS, WIDTH, dtype=torch.int64)
+    verify_hidden: torch.Tensor = buffer(ROWS, WIDTH, "hidden", dtype=None)
+
+
+class TargetForward:
+    """N rows per request behind its committed tokens, in slots it owns, and the target's choice after each."""
+
+    def __init__(
+        self, model: Any, backend: AttentionBackend, memory: KVMemory, *, width: int, capture_hidden: bool
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._memory = memory
+        self._width = width
+        self._offsets = torch.arange(width, device=memory.req_to_token.device)
+        self._mode = ForwardMode.DECODE if width == 1 else ForwardMode.TARGET_VERIFY
+        self._capture = CaptureHiddenMode.FULL if capture_hidden else CaptureHiddenMode.NULL
+
+    def choose(self, rows: DecodeRows, input_ids: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``input_ids`` [T] int64 -> tokens [T] int64, hidden states [T, H] if they are captured."""
+        fb = self._forward_batch(rows, input_ids, step)
+        out: LogitsProcessorOutput = self._model.forward(fb)
+        if step.kind is StepKind.GREEDY:
+            return out.next_token_logits.argmax(dim=-1), out.hidden_states
+        if step.kind is StepKind.EDITED:
+            assert step.batch is not None, "only a step that is not captured can edit logits"
+            apply_logit_controls(out.next_token_logits, step.batch.reqs, input_ids.view(step.size, self._width))
+        info = rows.sampling_info() if step.batch is None else step.batch.sampling_info
+        return sample_tokens(out.next_token_logits, info, fb.positions, self._width), out.hidden_states
+
+    def _forward_batch(self, rows: DecodeRows, input_ids: torch.Tensor, step: Step) -> ForwardBatch:
+        positions = rows.committed_lens[:, None] + self._offsets
+        locs = self._memory.req_to_token[rows.req_pool_indices[:, None], positions]
+        positions = positions.view(-1)
+        kv_lens, q_lens = rows.committed_lens + self._width, (self._width,) * step.size
+        committed = committed_lens(step.batch)
+        if committed is None:
+            host, longest = None, self._memory.max_kv_len
+        else:
+            host = HostLens(tuple(n + self._width for n in committed), committed)
+            longest = max(host.kv_lens)
+        geometry = AttnGeometry(rows.req_pool_indices, kv_lens, positions, q_lens, longest, host)
+        return ForwardBatch(
+            mode=self._mode,
+            input_ids=input_ids,
+            positions=positions,
+            token_to_kv_pool=self._memory.pool,
+            out_cache_loc=locs.view(-1).to(torch.int64),
+            attn=self._backend.init_forward_metadata(geometry),
+            capture_hidden_mode=self._capture,
+            logits_rows=None,
+            tail=None,
+        )
+
+
+def committed_lens(batch: ScheduleBatch | None) -> tuple[int, ...] | None:
+    """The committed tokens of each request, if the host may be asked."""
+    return None if batch is None else tuple(req.committed_len for req in batch.reqs)
+
+
+class TargetDecodeProgram:
+    """Plain decode: one row per request; its choice is the next step's input."""
+
+    name = "target decode"
+    samples = True
+
+    def __init__(self, model: Any, backend: AttentionBackend, memory: KVMemory, rows: DecodeRows, out: StepBuffers):
+        self._forward = TargetForward(model, backend, memory, width=1, capture_hidden=False)
+        self._rows = rows
+        self._out = out
+
+    def run(self, step: Step) -> None:
+        rows = self._rows.first(step.size)
+        tokens, _ = self._forward.choose(rows, rows.bonus_tokens, step)
+        rows.bonus_tokens.copy_(tokens)
+        rows.committed_lens.add_(rows.live)
+        self._out.first(step.size).result[:, 0].copy_(tokens)  # the second column stays 1
+
+
+class TargetVerifyProgram:
+    """The target over bonus token and drafts: its own choice after each, and the hidden states there."""
+
+    name = "target verify"
+    samples = True
+
+    def __init__(self, model: Any, backend: AttentionBackend, memory: KVMemory, rows: DecodeRows, out: VerifyBuffers):
+        width = out.draft_tokens.shape[1]
+        self._forward = TargetForward(model, backend, memory, width=width, capture_hidden=True)
+        self._rows = rows
+        self._out = out
+
+    def run(self, step: Step) -> None:
+        out = self._out.first(step.size)
+        tokens, hidden = self._forward.choose(self._rows.first(step.size), out.draft_tokens.view(-1), step)
+        assert hidden is not None
+        out.target_tokens.view(-1).copy_(tokens)
+        out.verify_hidden.view(hidden.shape).copy_(hidden)

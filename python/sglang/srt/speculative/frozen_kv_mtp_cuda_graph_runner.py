@@ -1,0 +1,151 @@
+"""A FROZEN_KV_MTP round as programs of fixed shape: draft loop, verification, acceptance.
+
+Together they are one program, captured as one graph per batch size; apart, each is a graph of its own.
+Shapes: B rows of the batch, padding included; S draft steps; N = S + 1 rows per request; H hidden width of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_kernel.spec_tree import accept_chain
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphProgram, Step
+from sglang.srt.model_executor.decode_programs import VerifyBuffers, committed_lens
+from sglang.srt.model_executor.decode_rows import DecodeRows
+from sglang.srt.model_executor.input_buffers import ROWS, buffer
+from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPContext, FrozenKVMTPDraftInput
+from sglang.srt.speculative.frozen_kv_mtp_utils import (
+    expand_for_topk_draft,
+    frozen_kv_target_view,
+    target_kv_pool_view,
+    with_tokens,
+)
+from sglang.srt.speculative.spec_info import SpecInput
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FrozenKVMTPInputBuffers(VerifyBuffers):
+    """A round's buffers. ``hidden_states`` [B, H]: the target's state that predicted each row's bonus token."""
+
+    hidden_states: torch.Tensor = buffer(ROWS, "hidden", dtype=None)
+
+    def load_seed(self, seed: SpecInput | None) -> None:
+        assert isinstance(seed, FrozenKVMTPDraftInput), f"a round needs a draft seed, got {type(seed).__name__}"
+        assert seed.hidden_states.data_ptr() != self.hidden_states.data_ptr(), (
+            "this seed is a view of the buffers, which a later round has overwritten"
+        )
+        self.hidden_states[: seed.hidden_states.shape[0]].copy_(seed.hidden_states)
+
+    def next_seed(self, rows: DecodeRows, num_rows: int) -> FrozenKVMTPDraftInput:
+        return FrozenKVMTPDraftInput(rows.bonus_tokens[:num_rows], self.hidden_states[:num_rows])
+
+
+class FrozenKVMTPDraftProgram:
+    """S identical iterations (token, hidden) -> (token, hidden) over the committed prefix, planned once."""
+
+    name = "draft loop"
+    samples = False
+
+    def __init__(
+        self,
+        model: Any,
+        backend: AttentionBackend,
+        context: FrozenKVMTPContext,
+        rows: DecodeRows,
+        out: FrozenKVMTPInputBuffers,
+        *,
+        topk: int,
+        max_kv_len: int,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._context = context
+        self._rows = rows
+        self._out = out
+        self._topk = topk
+        self._max_kv_len = max_kv_len
+
+    def run(self, step: Step) -> None:
+        rows, out = self._rows.first(step.size), self._out.first(step.size)
+        view = frozen_kv_target_view(
+            rows.req_pool_indices, rows.committed_lens, committed_lens(step.batch), self._max_kv_len
+        )
+        geometry = expand_for_topk_draft(view, self._topk)
+        token, hidden = rows.bonus_tokens, out.hidden_states
+        fb = target_kv_pool_view(self._context, geometry, self._backend.init_forward_metadata(geometry), token)
+        chain = [token]
+        for _ in range(out.draft_tokens.shape[1] - 1):
+            state, hidden = self._model.forward(with_tokens(fb, token), hidden)
+            token = self._model.draft_argmax(state)
+            chain.append(token)
+        torch.stack(chain, dim=1, out=out.draft_tokens)
+
+
+class FrozenKVMTPAcceptProgram:
+    """How much of each chain the target agrees with, and from there the rows and the seed of the next round."""
+
+    name = "accept"
+    samples = False
+
+    def __init__(self, rows: DecodeRows, out: FrozenKVMTPInputBuffers) -> None:
+        self._rows = rows
+        self._out = out
+
+    def run(self, step: Step) -> None:
+        rows, out = self._rows.first(step.size), self._out.first(step.size)
+        accept_lens = accept_chain(out.draft_tokens, out.target_tokens)
+        last = (accept_lens - 1)[:, None]
+        torch.cat((out.target_tokens, accept_lens[:, None]), dim=1, out=out.result)
+        rows.bonus_tokens.copy_(out.target_tokens.gather(1, last).squeeze(1))
+        hidden = out.verify_hidden.gather(1, last[:, :, None].expand(-1, -1, out.hidden_states.shape[1]))
+        out.hidden_states.copy_(hidden.squeeze(1))
+        rows.committed_lens.addcmul_(accept_lens, rows.live)
+
+
+class FrozenKVMTPRound:
+    """Draft, verify, accept: one program."""
+
+    name = "FROZEN_KV_MTP round"
+    samples = True
+
+    def __init__(self, draft: GraphProgram, verify: GraphProgram, accept: GraphProgram) -> None:
+        self.draft = draft
+        self.verify = verify
+        self.accept = accept
+
+    @property
+    def stages(self) -> tuple[GraphProgram, ...]:
+        return self.draft, self.verify, self.accept
+
+    def run(self, step: Step) -> None:
+        for stage in self.stages:
+            stage.run(step)
+
+
+class FrozenKVMTPCudaGraphRunner(CudaGraphRunner):
+    """Replays a round as one graph, or (``separate``) as a graph per stage, which is how stages are timed."""
+
+    def __init__(self, program: FrozenKVMTPRound, sizes: Sequence[int], *, separate: bool) -> None:
+        super().__init__(program, sizes)
+        stages = program.stages if separate else ()
+        self.stages = tuple(CudaGraphRunner(stage, sizes, self._pool) for stage in stages)
+
+    def can_run(self, step: Step) -> bool:
+        return all(stage.can_run(step) for stage in self.stages) if self.stages else super().can_run(step)
+
+    def capture(self) -> None:
+        if not self.stages:
+            super().capture()
+        for stage in self.stages:
+            stage.capture()
+
+    def run(self, step: Step) -> None:
+        if not self.stages:
+            super().run(step)
+        for stage in self.stages:
+            stage.run(step)
