@@ -11,7 +11,6 @@ shape, fewer tokens each; on the shipped pair, whose weights are trained, it als
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from types import MappingProxyType
 
 import bench_speculative
 import torch
-from gpu_report import Report, add_common_arguments, table, time_call
+from gpu_report import Report, add_common_arguments, free_memory, table, time_call
 from model_shapes import MODELS, TINY, Pair, make_pair
 from timed import engine_settings, simulated_acceptance
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -56,9 +55,8 @@ def random_prompts(batch: int, length: int, vocab_size: int) -> Prompts:
 
 def make_engine(args: argparse.Namespace, pair: Pair, num_steps: int) -> Engine:
     settings = engine_settings(pair, num_steps, args.device, args.dtype, args.batch_size)
-    length = args.input_len + args.output_len + 64
-    settings |= {"disable_radix_cache": True, "context_length": length}
-    settings |= {"max_total_tokens": max(args.batch_size) * length}
+    slots = max(args.batch_size) * (args.input_len + args.output_len + 64)
+    settings |= {"disable_radix_cache": True, "max_total_tokens": slots}
     with simulated_acceptance(args.accept_len if num_steps else None):
         return Engine(**settings)
 
@@ -165,12 +163,6 @@ def measure_tiny(args: argparse.Namespace, report: Report) -> None:
             report.add(
                 TINY, f"trained, tokens equal transformers {theirs}", share, "share", batch=cell.batch, steps=steps
             )
-
-
-def free_memory(device: str) -> None:
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -11,7 +11,6 @@ read bandwidth and matrix rate that the device reaches in the same run. Acceptan
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from gpu_report import (
     Limits,
     Report,
     add_common_arguments,
+    free_memory,
     measure_limits,
     synchronize,
     table,
@@ -36,7 +36,7 @@ from timed import ANSWER, Timed, simulated_acceptance
 
 WARM_UP = 3
 # left free beside weights and KV: activations of a prefill chunk, graphs, the libraries' workspaces
-SPARE_BYTES = 8e9
+SPARE_BYTES = 14e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +74,9 @@ def cells_that_fit(setup: Setup, pair: Pair) -> list[tuple[int, int]]:
 
 def build(setup: Setup, pair: Pair, num_steps: int, cells: list[tuple[int, int]]) -> Timed:
     args = setup.args
-    longest = max([context for _, context in cells] + args.prefill_len)
     tokens = max([kv_tokens(args, *cell) for cell in cells] + [length + ANSWER for length in args.prefill_len])
     batches = sorted({batch for batch, _ in cells} | {1})
-    length = min(longest + ANSWER, pair.target.context_length)
-    return Timed(pair, num_steps, args.device, args.dtype, batches, length, tokens)
+    return Timed(pair, num_steps, args.device, args.dtype, batches, args.context_length, tokens)
 
 
 def step_seconds(timed: Timed, repeats: int) -> tuple[float, float]:
@@ -105,22 +103,25 @@ def measure_cell(setup: Setup, pair: Pair, timed: Timed, batch: int, context: in
     def add(metric: str, value: float, unit: str, limit: float | None = None) -> None:
         setup.report.add(pair.name, metric, value, unit, batch=batch, context=context, steps=steps, limit=limit)
 
-    what = "round" if steps else "pass"
-    add(f"{what} time", seconds * 1e3, "ms", traffic.total / limits.bytes_per_s * 1e3)
-    add(f"{what} bytes", traffic.total / 1e9, "GB")
+    what, limit = "round" if steps else "pass", traffic.total / limits.bytes_per_s * 1e3
+    add(f"{what} time", seconds * 1e3, "ms", limit)
     add(f"{what} throughput", batch * gained / seconds, "tokens/s")
-    if steps:
-        add("accept length", gained, "tokens")
-        draft, verify = timed.split(setup.args.repeats)
-        verify_bytes = pass_traffic(pair.target, batch, steps + 1, context, setup.itemsize).total
-        add("draft time", draft * 1e3, "ms", (traffic.total - verify_bytes) / limits.bytes_per_s * 1e3)
-        add("verify time", verify * 1e3, "ms", verify_bytes / limits.bytes_per_s * 1e3)
-        add("rest time", max(0.0, seconds - draft - verify) * 1e3, "ms")
-        add("share not in verify", max(0.0, 1.0 - verify / seconds), "share")
+    add(f"{what} bytes", traffic.total / 1e9, "GB")
     kernels = trace_kernels(timed.step, timed.device)
     if kernels:
         add(f"{what} kernel launches", len(kernels), "launches")
-        add(f"{what} busy time", sum(k.end_us - k.start_us for k in kernels) / 1e3, "ms")
+        add(f"{what} kernels busy", sum(k.end_us - k.start_us for k in kernels) / 1e3, "ms")
+    parts = timed.device_seconds(setup.args.repeats)
+    whole = parts.pop("step")
+    add(f"{what} time on the device", whole * 1e3, "ms", limit)
+    if steps:
+        add("accept length", gained, "tokens")
+        verify_bytes = pass_traffic(pair.target, batch, steps + 1, context, setup.itemsize).total
+        for (name, part), num_bytes in zip(parts.items(), (traffic.total - verify_bytes, verify_bytes), strict=True):
+            add(f"{name} time", part * 1e3, "ms", num_bytes / limits.bytes_per_s * 1e3)
+        verify = parts["target verify"]
+        add("rest time", max(0.0, whole - sum(parts.values())) * 1e3, "ms")
+        add("share of the round outside verify", max(0.0, 1.0 - verify / whole), "share")
     timed.stop()
 
 
@@ -163,9 +164,7 @@ def measure_model(setup: Setup, pair: Pair) -> None:
             for length in args.prefill_len:
                 measure_prefill(setup, pair, timed, length)
         del timed
-        gc.collect()
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(args.device)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -176,6 +175,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-steps", type=int, help="drafts per round; 0: passes only; default: the model's own")
     parser.add_argument("--accept-len", type=float, help="simulated tokens per round; default: what is accepted")
     parser.add_argument("--prefill-len", nargs="*", type=int, default=[], help="also measure prompts of these lengths")
+    parser.add_argument("--context-length", type=int, help="longest sequence to start for; default: the model's")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     add_common_arguments(parser)
     return parser.parse_args(argv)

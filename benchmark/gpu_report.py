@@ -7,6 +7,7 @@ One measured figure is one line of a ``.jsonl`` file (``benchmark/results/h200.j
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
@@ -166,6 +167,13 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def free_memory(device: str) -> None:
+    """Give what nobody holds any more back to the device."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
 def time_call(call: Callable[[], object], device: str, repeats: int) -> float:
     """Median seconds on the clock of the host, the device's work included."""
     seconds = []
@@ -175,6 +183,21 @@ def time_call(call: Callable[[], object], device: str, repeats: int) -> float:
         call()
         synchronize(device)
         seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def time_device(call: Callable[[], object], device: str, repeats: int) -> float:
+    """Median seconds between two marks in the device's stream, around one call."""
+    if device != "cuda":
+        return time_call(call, device, repeats)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    seconds = []
+    for _ in range(repeats):
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
     return statistics.median(seconds)
 
 
@@ -188,6 +211,7 @@ def time_kernels(calls: Sequence[Callable[[], object]], device: str, repeats: in
         calls[0]()
         return time_call(lambda: [call() for call in calls], device, repeats) / len(calls)
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
             for call in calls:
@@ -199,15 +223,7 @@ def time_kernels(calls: Sequence[Callable[[], object]], device: str, repeats: in
             for call in calls:
                 call()
     graph.replay()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    seconds = []
-    for _ in range(repeats):
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(seconds) / (rounds * len(calls))
+    return time_device(graph.replay, device, repeats) / (rounds * len(calls))
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +263,13 @@ class Limits:
 
 
 def measure_limits(device: str, dtype: torch.dtype) -> Limits:
-    """The fastest of several ways to read several GB once, and the largest of the vendor's matrix products."""
+    """Of several ways to read several GB once the fastest, and of the vendor's matrix products a large one."""
+    limits = _measure_limits(device, dtype)
+    free_memory(device)
+    return limits
+
+
+def _measure_limits(device: str, dtype: torch.dtype) -> Limits:
     big = device == "cuda"
     rows, width, square = (1 << 19, 4096, 8192) if big else (1 << 12, 512, 512)
     memory = torch.empty(rows, width, dtype=dtype, device=device).uniform_(-1, 1)

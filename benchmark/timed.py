@@ -12,13 +12,14 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from gpu_report import synchronize, time_call
+from gpu_report import synchronize, time_device
 from model_shapes import Pair
 
 from sglang.srt.managers.io_struct import AbortReq, FromScheduler, TokenizedGenerateReqInput, ToScheduler
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.worker_factory import create_worker
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, EagerRunner, GraphProgram, Runner, Step
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, resolve_server_args
 from sglang.srt.speculative.frozen_kv_mtp_worker import FrozenKVMTPWorker
@@ -74,7 +75,14 @@ class Timed:
     """``num_steps`` 0 steps plain passes, otherwise rounds of as many drafts. ``tokens`` is the size of the KV pool."""
 
     def __init__(
-        self, pair: Pair, num_steps: int, device: str, dtype: str, batches: list[int], context_length: int, tokens: int
+        self,
+        pair: Pair,
+        num_steps: int,
+        device: str,
+        dtype: str,
+        batches: list[int],
+        context_length: int | None,
+        tokens: int,
     ) -> None:
         settings = engine_settings(pair, num_steps, device, dtype, batches)
         args = ServerArgs.from_kwargs({**settings, "max_total_tokens": tokens, "context_length": context_length})
@@ -149,20 +157,32 @@ class Timed:
         finally:
             self.target._tail = tail  # type: ignore[method-assign]
 
-    def split(self, repeats: int) -> tuple[float, float]:
-        """Seconds of the draft loop and of the target's pass over its drafts, each by itself on the device."""
-        worker, batch = self.worker, self._next_batch()
-        assert isinstance(worker, FrozenKVMTPWorker)
-        with torch.inference_mode():
-            chain = worker.draft(batch)
-            worker.target.decode_rows(batch, chain.draft_tokens)
-            draft = time_call(lambda: worker.draft(batch), self.device, repeats)
-            verify = time_call(lambda: worker.target.decode_rows(batch, chain.draft_tokens), self.device, repeats)
-        return draft, verify
+    def device_seconds(self, repeats: int) -> dict[str, float]:
+        """Seconds of a step's program on the device alone, under "step", and of each stage of a round, by its name.
 
-    def _next_batch(self):  # type: ignore[no-untyped-def]
+        Every replay is the same step: the rows are told that they are padding, which stays where it is. The tokens
+        it leaves are nobody's, so only ``stop`` may follow.
+        """
         self.scheduler._make_room()
-        return self.scheduler.running.to_batch()
+        worker, found = self.worker, {}
+        assert isinstance(worker, TpModelWorker)
+        loop = worker.loop
+        with torch.inference_mode():
+            step = loop.prepare(self.scheduler.running.to_batch())
+            loop._rows.device.live.zero_()
+            if isinstance(worker, FrozenKVMTPWorker):
+                for program in (worker.round.draft, worker.round.verify):
+                    found[program.name] = self._program_seconds(program, step, repeats)
+            found["step"] = time_device(lambda: loop.runner.run(step), self.device, repeats)
+        return found
+
+    def _program_seconds(self, program: GraphProgram, step: Step, repeats: int) -> float:
+        """A stage by itself, in a graph where there are graphs."""
+        runner: Runner = EagerRunner(program)
+        if self.device == "cuda":
+            runner = CudaGraphRunner(program, (step.size,))
+        runner.capture()
+        return time_device(lambda: runner.run(step), self.device, repeats)
 
     def _fill_kv(self) -> None:
         pool = self.target.memory.pool

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULT_FILES = sorted((ROOT / "benchmark" / "results").glob("*.jsonl"))
+RESULT_FILES = sorted((ROOT / "benchmark" / "results").glob("speculative*.jsonl"))
 
 
 @pytest.fixture

@@ -116,7 +116,9 @@ def test_one_batch(load: Load, tmp_path: Path) -> None:
         rate = found[batch, 70, 0, "pass throughput"]["value"]
         assert rate == pytest.approx(batch / (one["value"] / 1e3), rel=1e-2)
         assert 1.0 <= found[batch, 70, 2, "accept length"]["value"] <= 3.0
-        assert found[batch, 70, 2, "draft time"]["value"] > 0 and found[batch, 70, 2, "verify time"]["value"] > 0
+        draft, verify = (found[batch, 70, 2, f"{part} time"] for part in ("draft loop", "target verify"))
+        assert draft["limit"] + verify["limit"] == pytest.approx(whole["limit"], rel=1e-2)
+        assert draft["value"] > 0 and verify["value"] > 0
     assert found[1, 100, 0, "prefill rate"]["ratio"] > 0
     assert found[1, 100, 0, "prefill throughput against all rows"]["ratio"] > 0
 
