@@ -78,7 +78,7 @@ class Report:
         self.lines: list[Line] = []
         self._bench = bench
         self._path: Path | None = args.json_out
-        self._facts = {
+        self._facts: dict[str, Any] = {
             "gpu": torch.cuda.get_device_name() if args.device == "cuda" else "none, cpu",
             "versions": _versions(),
             "commit": args.commit or _commit(),

@@ -136,7 +136,11 @@ def target_config(name: str) -> dict[str, Any]:
 def assistant_config(name: str) -> dict[str, Any]:
     """``config.json`` of the assistant of a target. Where it has the small width, it has the centroid head."""
     shape = SHAPES[name]
-    plain = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "use_double_wide_mlp": False}
+    plain: dict[str, Any] = {
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "use_double_wide_mlp": False,
+    }
     plain |= {"enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None}
     plain |= {"final_logit_softcapping": None, "num_kv_shared_layers": len(ASSISTANT_LAYERS)}
     return {

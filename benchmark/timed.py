@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,9 +51,9 @@ def simulated_acceptance(length: float | None) -> Iterator[None]:
         os.environ.pop("SGLANG_SIMULATE_ACC_LEN", None)
 
 
-def engine_settings(pair: Pair, num_steps: int, device: str, dtype: str, batches: list[int]) -> dict[str, object]:
+def engine_settings(pair: Pair, num_steps: int, device: str, dtype: str, batches: list[int]) -> dict[str, Any]:
     """Server arguments of random weights in the shape of ``pair``; ``num_steps`` 0 is plain decode."""
-    settings: dict[str, object] = {
+    settings: dict[str, Any] = {
         "model_path": str(pair.target_path),
         "load_format": "dummy",
         "device": device,
@@ -151,7 +152,7 @@ class Timed:
     def all_rows(self) -> Iterator[None]:
         """Prompts inside are computed without skipping rows in layers that share KV."""
         tail = self.target._tail
-        self.target._tail = lambda *args: None  # type: ignore[assignment, method-assign, return-value]
+        self.target._tail = lambda *args: None  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
