@@ -26,7 +26,10 @@ MODELS: Mapping[str, str] = MappingProxyType(
 
 # --attention-backend -> backend class
 ATTENTION_BACKENDS: Mapping[str, str] = MappingProxyType(
-    {"torch_native": "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend"}
+    {
+        "torch_native": "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend",
+        "triton": "sglang.srt.layers.attention.triton_backend:TritonAttnBackend",
+    }
 )
 
 # resolved --speculative-algorithm -> worker class

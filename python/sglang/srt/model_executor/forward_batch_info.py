@@ -47,7 +47,9 @@ class AttnGeometry:
     req_pool_indices: [B] int64 rows of ``req_to_token``; kv_lens: [B] int64, tokens in the pool per request, counting
     those this forward writes; positions: [T] int64; q_lens_cpu: query rows per request, consecutive in the batch;
     max_kv_len: no request's ``kv_lens`` is larger; host: the lengths as the host has them, None in a captured forward,
-    whose lengths are known on the device only.
+    whose lengths are known on the device only; is_extend: rows of prompts, which are computed alike however many of
+    them a request has in this forward; tree_mask: [B, N, N] uint8 or bool, for N rows per request whose keys are the
+    last N: row i sees row j's key where it is set (None: by position).
     """
 
     req_pool_indices: torch.Tensor
@@ -56,14 +58,22 @@ class AttnGeometry:
     q_lens_cpu: tuple[int, ...]
     max_kv_len: int
     host: HostLens | None
+    is_extend: bool = False
+    tree_mask: torch.Tensor | None = None
 
     @classmethod
     def from_host(
-        cls, req_pool_indices: torch.Tensor, positions: torch.Tensor, q_lens: tuple[int, ...], host: HostLens
+        cls,
+        req_pool_indices: torch.Tensor,
+        positions: torch.Tensor,
+        q_lens: tuple[int, ...],
+        host: HostLens,
+        *,
+        is_extend: bool = False,
     ) -> AttnGeometry:
         """A geometry whose lengths the host knows."""
         kv_lens = torch.tensor(host.kv_lens, dtype=torch.int64, device=positions.device)
-        return cls(req_pool_indices, kv_lens, positions, q_lens, max(host.kv_lens), host)
+        return cls(req_pool_indices, kv_lens, positions, q_lens, max(host.kv_lens), host, is_extend)
 
 
 class AttnPlan(Protocol):

@@ -1,0 +1,111 @@
+"""Paged attention of prompts: tiles of consecutive query rows, each walking over all its keys.
+
+Blocks of keys lie at absolute positions, so a row's result does not depend on how its prompt was cut into chunks nor on
+the requests beside it. Names as in ``paged_attention``.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from sgl_kernel.triton_kernels.attention_core import check_layout, fold_keys
+from sgl_kernel.triton_kernels.common import dot_precision, options, release_dependents, wait_for_inputs
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendConfig:
+    """Tile sizes and launch options."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def extend_config(kind):
+    """For one kind of layer. 512-wide heads leave registers for 64 rows only."""
+    width = kind.head_dim
+    if kind.dtype.itemsize == 4:
+        return ExtendConfig(16, 32 if width <= 128 else 16, 4, 1)
+    if width == 512:
+        return ExtendConfig(64, 32, 8, 3)
+    return ExtendConfig(128, 64, 8, 3)
+
+
+@triton.jit
+def extend_kernel(
+    q_ptr, key_ptr, value_ptr, table_ptr, req_rows_ptr, kv_lens_ptr, positions_ptr, tiles_ptr, out_ptr,
+    q_stride, slot_stride, table_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile, one KV head: the query heads of the group times consecutive rows of one request."""
+    wait_for_inputs()
+    tile = tiles_ptr + 3 * (tl.program_id(0) // KV_HEADS)
+    kv_head = tl.program_id(0) % KV_HEADS
+    request = tl.load(tile)
+    first = tl.load(tile + 1)
+    number = tl.load(tile + 2)
+    width = tl.arange(0, D)
+    lane = tl.arange(0, BLOCK_M)
+    ok = lane < number * GROUP
+    token, head = first + lane // GROUP, kv_head * GROUP + lane % GROUP
+    q_pos = tl.load(positions_ptr + token, mask=ok, other=-1).to(tl.int32)
+    q = tl.load(
+        q_ptr + (token.to(tl.int64) * q_stride + head * D)[:, None] + width[None, :], mask=ok[:, None], other=0.0
+    )
+    start = 0
+    if WINDOW > 0:
+        lowest = tl.load(positions_ptr + first).to(tl.int32) - WINDOW + 1
+        start = tl.maximum(lowest, 0) // BLOCK_N * BLOCK_N
+    last = tl.load(positions_ptr + first + number - 1).to(tl.int32)
+    end = tl.minimum(tl.load(kv_lens_ptr + request).to(tl.int32), last + 1)
+    slots_ptr = table_ptr + tl.load(req_rows_ptr + request) * table_stride
+    _, total, acc = fold_keys(
+        q, q_pos, ok, slots_ptr, key_ptr + kv_head * D, value_ptr + kv_head * D, slot_stride, start, end, slots_ptr, 0,
+        D, BLOCK_M, BLOCK_N, WINDOW, False, PRECISION,
+    )  # fmt: skip
+    release_dependents()
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    at = token.to(tl.int64) * (KV_HEADS * GROUP) + head
+    tl.store(out_ptr + at[:, None] * D + width[None, :], out.to(out_ptr.dtype.element_ty), mask=ok[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendWork:
+    """tiles: [num_tiles, 3] int32 (request, first row of the batch, number of rows), those with most keys first."""
+
+    config: ExtendConfig
+    tiles: torch.Tensor
+
+
+def plan_extend(rows, kind):
+    """Cut every request's rows into tiles that share a KV head's queries."""
+    config = extend_config(kind)
+    step = config.block_m // (kind.num_heads // kind.num_kv_heads)
+    tiles, first = [], 0
+    for request, q_len in enumerate(rows.q_lens):
+        tiles += [(offset, request, first + offset, min(step, q_len - offset)) for offset in range(0, q_len, step)]
+        first += q_len
+    tiles.sort(key=lambda tile: -tile[0])
+    table = torch.tensor([tile[1:] for tile in tiles], dtype=torch.int32)
+    return ExtendWork(config, table.to(rows.positions.device))
+
+
+def attend_extend(q, key, value, rows, kind, work):
+    """``q`` [T, H, D], the rows of each request consecutive -> [T, H, D], contiguous."""
+    check_layout(q, key, value, kind)
+    if q.shape[0] != sum(rows.q_lens):
+        raise ValueError(f"q has {q.shape[0]} rows, but {sum(rows.q_lens)} were planned")
+    config = work.config
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    extend_kernel[(work.tiles.shape[0] * kind.num_kv_heads,)](
+        q, key, value, rows.req_to_token, rows.req_rows, rows.kv_lens, rows.positions, work.tiles, out,
+        q.stride(0), key.stride(0), rows.req_to_token.stride(0),
+        KV_HEADS=kind.num_kv_heads, GROUP=kind.num_heads // kind.num_kv_heads, D=kind.head_dim,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, WINDOW=kind.window or 0, PRECISION=dot_precision(q.dtype),
+        **options(config.num_warps, config.num_stages),
+    )  # fmt: skip
+    return out

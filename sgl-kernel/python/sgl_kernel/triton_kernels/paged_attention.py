@@ -1,0 +1,277 @@
+"""Paged attention of a few query rows per request (decode, verify, draft), keys split over programs.
+
+A request's keys are cut into chunks at absolute positions, so a row's result depends neither on the rows beside it, nor
+on the batch, nor on how many keys follow. A work item is (request, chunk, KV head, tile of query rows); all query heads
+of a KV head and all rows of a request share tiles. The number of programs is fixed: they deal the items of a list among
+themselves that one small kernel makes per forward and kind of layer, from lengths that only the device knows. Partial
+results go to scratch memory and are merged by a second kernel, in order of position.
+
+Names: B requests, N rows each, H query heads, KH KV heads, G = H / KH, D head width, C chunks of the longest request.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from sgl_kernel.triton_kernels.attention_core import check_layout, exponent_base, fold_keys
+from sgl_kernel.triton_kernels.common import (
+    cdiv,
+    dot_precision,
+    next_power_of_2,
+    options,
+    release_dependents,
+    wait_for_inputs,
+)
+
+# chunks of full layers: this many positions in narrow chunks, then up to the next bound 4, then 8, then 16 times wider
+BOUND_1, BOUND_2, BOUND_3 = tl.constexpr(2048), tl.constexpr(8192), tl.constexpr(32768)
+MERGED_AT_ONCE = tl.constexpr(16)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """Tile sizes and launch options. Numerics depend on the first three, so they may not depend on N or B."""
+
+    chunk: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+def decode_config(kind):
+    """For one kind of layer. Narrow chunks give few KV heads enough programs; wide ones save partial results."""
+    group, width = kind.num_heads // kind.num_kv_heads, kind.head_dim
+    chunk = 64 if kind.num_kv_heads <= 2 and group <= 8 else 128
+    if kind.dtype.itemsize == 4:
+        return DecodeConfig(chunk, 16, 32 if width <= 128 else 16, 4, 1, 2)
+    if group <= 4:  # 16 rows hold several tokens of a group: small tiles, several programs per multiprocessor
+        return DecodeConfig(chunk, 16, 32, 4, 3, 2) if width == 512 else DecodeConfig(chunk, 16, 32, 4, 5, 2)
+    return DecodeConfig(chunk, 64, 16, 8, 5, 1) if width == 512 else DecodeConfig(chunk, 64, 16, 4, 7, 2)
+
+
+@triton.jit
+def chunk_start(index, width):
+    """First position of a full layer's chunk. Widths depend on the position alone; plain arithmetic, for both sides."""
+    second = index - BOUND_1 // width
+    third = second - (BOUND_2 - BOUND_1) // (4 * width)
+    fourth = third - (BOUND_3 - BOUND_2) // (8 * width)
+    return width * (index + 3 * second * (second > 0) + 4 * third * (third > 0) + 8 * fourth * (fourth > 0))
+
+
+@triton.jit
+def num_chunks(length, width):
+    """How many of those chunks the first ``length`` positions touch."""
+    second, third, fourth = length - BOUND_1, length - BOUND_2, length - BOUND_3
+    first = length - second * (second > 0)
+    second = second * (second > 0) - third * (third > 0)
+    third = third * (third > 0) - fourth * (fourth > 0)
+    fourth = fourth * (fourth > 0)
+    chunks = (first + width - 1) // width + (second + 4 * width - 1) // (4 * width)
+    return chunks + (third + 8 * width - 1) // (8 * width) + (fourth + 16 * width - 1) // (16 * width)
+
+
+@triton.jit
+def plan_kernel(
+    req_rows_ptr, kv_lens_ptr, positions_ptr, items_ptr, count_ptr, spans_ptr, batch, num_rows, capacity,
+    BLOCK_B: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Program j lists the j-th chunk of every request that has so many. Late chunks, the widest, come first."""
+    wait_for_inputs()
+    index = tl.program_id(0)
+    b = tl.arange(0, BLOCK_B)
+    real = b < batch
+    first_pos = tl.load(positions_ptr + b * num_rows, mask=real, other=0).to(tl.int32)
+    kv_len = tl.load(kv_lens_ptr + b, mask=real, other=0).to(tl.int32)
+    end = tl.minimum(kv_len, first_pos + num_rows)
+    if WINDOW > 0:
+        low = tl.maximum(first_pos - WINDOW + 1, 0)
+        first = low // CHUNK
+        number = tl.maximum((end + CHUNK - 1) // CHUNK - first, 0)
+    else:
+        low = tl.zeros_like(end)
+        first = low
+        number = num_chunks(end, CHUNK)
+    number = tl.where(real, number, 0)
+    if index == 0:
+        tl.store(count_ptr, tl.sum(number))
+        tl.store(spans_ptr + 2 * b, first, mask=real)
+        tl.store(spans_ptr + 2 * b + 1, number, mask=real)
+    has = number > index
+    at = tl.sum(tl.maximum(number - index - 1, 0)) + tl.cumsum(has.to(tl.int32)) - 1
+    chunk = first + index
+    if WINDOW > 0:
+        start = tl.maximum(chunk * CHUNK, low // BLOCK_N * BLOCK_N)
+        end = tl.minimum(chunk * CHUNK + CHUNK, end)
+    else:
+        start = chunk_start(chunk, CHUNK)
+        end = tl.minimum(chunk_start(chunk + 1, CHUNK), end)
+    tl.store(items_ptr + at, b, mask=has)
+    tl.store(items_ptr + capacity + at, tl.zeros_like(at) + index, mask=has)
+    tl.store(items_ptr + 2 * capacity + at, start, mask=has)
+    tl.store(items_ptr + 3 * capacity + at, end, mask=has)
+    req_row = tl.load(req_rows_ptr + b, mask=real, other=0).to(tl.int32)
+    tl.store(items_ptr + 4 * capacity + at, req_row, mask=has)
+
+
+# N is no constant of the compiled kernel: decode and verify run the same instructions
+@triton.jit(do_not_specialize=["num_rows"])
+def split_kernel(
+    q_ptr, key_ptr, value_ptr, table_ptr, positions_ptr, kv_lens_ptr, tree_ptr, items_ptr, count_ptr, acc_ptr,
+    stats_ptr, q_stride, slot_stride, table_stride, capacity, chunks, num_rows,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Partial results [B, C, N, H] of the items: output [.., D], (maximum, sum) [.., 2]. Any one-dimensional grid."""
+    wait_for_inputs()
+    tiles = tl.cdiv(num_rows * GROUP, BLOCK_M)
+    per_chunk = tiles * KV_HEADS
+    width = tl.arange(0, D)
+    for work in range(tl.program_id(0), tl.load(count_ptr) * per_chunk, tl.num_programs(0)):
+        item = items_ptr + work // per_chunk
+        kv_head = work // tiles % KV_HEADS
+        request = tl.load(item)
+        index = tl.load(item + capacity)
+        start = tl.load(item + 2 * capacity)
+        end = tl.load(item + 3 * capacity)
+        req_row = tl.load(item + 4 * capacity).to(tl.int64)
+        row = work % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+        ok = row < num_rows * GROUP
+        row, head = row // GROUP, kv_head * GROUP + row % GROUP
+        token = request * num_rows + row
+        q_pos = tl.load(positions_ptr + token, mask=ok, other=-1).to(tl.int32)
+        q_at = token.to(tl.int64) * q_stride + head * D
+        q = tl.load(q_ptr + q_at[:, None] + width[None, :], mask=ok[:, None], other=0.0)
+        tree_row, first_draft = tree_ptr, 0
+        if HAS_TREE:
+            tree_row = tree_ptr + token * num_rows
+            first_draft = tl.load(kv_lens_ptr + request).to(tl.int32) - num_rows
+        top, total, acc = fold_keys(
+            q, q_pos, ok, table_ptr + req_row * table_stride, key_ptr + kv_head * D, value_ptr + kv_head * D,
+            slot_stride, start, end, tree_row, first_draft, D, BLOCK_M, BLOCK_N, WINDOW, HAS_TREE, PRECISION,
+        )  # fmt: skip
+        at = ((request * chunks + index).to(tl.int64) * num_rows + row) * (KV_HEADS * GROUP) + head
+        tl.store(stats_ptr + 2 * at, top, mask=ok)
+        tl.store(stats_ptr + 2 * at + 1, total, mask=ok)
+        tl.store(acc_ptr + at[:, None] * D + width[None, :], acc, mask=ok[:, None])
+    release_dependents()
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def merge_kernel(
+    acc_ptr, stats_ptr, spans_ptr, out_ptr, chunks, num_rows,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Output of one query row and head, BLOCK_D columns. Chunks are summed in groups at absolute chunk numbers."""
+    wait_for_inputs()
+    row = tl.program_id(0)
+    width = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    request = row // (num_rows * HEADS)
+    first = tl.load(spans_ptr + 2 * request)
+    end = first + tl.load(spans_ptr + 2 * request + 1)
+    top = float("-inf")
+    total = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for group in range(first // MERGED_AT_ONCE * MERGED_AT_ONCE, end, MERGED_AT_ONCE):
+        chunk = group + tl.arange(0, MERGED_AT_ONCE)
+        there = (chunk >= first) & (chunk < end)
+        at = (request * chunks + chunk - first).to(tl.int64) * (num_rows * HEADS) + row % (num_rows * HEADS)
+        part_top = tl.load(stats_ptr + 2 * at, mask=there, other=float("-inf"))
+        part_total = tl.load(stats_ptr + 2 * at + 1, mask=there, other=0.0)
+        part = tl.load(acc_ptr + at[:, None] * D + width[None, :], mask=there[:, None], other=0.0)
+        new_top = tl.maximum(top, tl.max(part_top, 0))
+        base = exponent_base(new_top)
+        keep = tl.exp2(top - base)
+        weight = tl.exp2(part_top - base)
+        total = total * keep + tl.sum(part_total * weight, 0)
+        acc = acc * keep + tl.sum(part * weight[:, None], 0)
+        top = new_top
+    release_dependents()
+    # a row that sees no key at all gets zeros
+    out = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + row.to(tl.int64) * D + width, out.to(out_ptr.dtype.element_ty))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """The items of one forward for one kind of layer, and scratch that its layers use one after the other.
+
+    items: [5, capacity] int32 (request, number among its chunks, first position, end position, row of req_to_token), of
+    which ``count`` [1] int32 are valid; spans: [B, 2] int32, first chunk and how many; acc: [B, C, N, H, D] and
+    stats: [B, C, N, H, 2] float32.
+    """
+
+    config: DecodeConfig
+    items: torch.Tensor
+    count: torch.Tensor
+    spans: torch.Tensor
+    acc: torch.Tensor
+    stats: torch.Tensor
+
+
+def max_chunks(kind, num_rows, max_kv_len):
+    """C: the most chunks that rows of one request can touch."""
+    width = decode_config(kind).chunk
+    if kind.window is None:
+        return int(num_chunks.fn(max_kv_len, width))
+    # a span of this many positions at the worst offset, and no more than there are
+    return min((kind.window + num_rows - 2) // width + 2, cdiv(max_kv_len, width))
+
+
+def plan_decode(rows, kind):
+    """``rows`` with N rows for each request -> DecodeWork. Reads nothing back from the device."""
+    batch, num_rows = len(rows.q_lens), rows.q_lens[0]
+    config, device = decode_config(kind), rows.positions.device
+    chunks = max(1, max_chunks(kind, num_rows, rows.max_kv_len))
+    capacity = batch * chunks
+    shape = (batch, chunks, num_rows, kind.num_heads)
+    work = DecodeWork(
+        config,
+        torch.empty((5, capacity), dtype=torch.int32, device=device),
+        torch.empty(1, dtype=torch.int32, device=device),
+        torch.empty((batch, 2), dtype=torch.int32, device=device),
+        torch.empty((*shape, kind.head_dim), dtype=torch.float32, device=device),
+        torch.empty((*shape, 2), dtype=torch.float32, device=device),
+    )
+    plan_kernel[(chunks,)](
+        rows.req_rows, rows.kv_lens, rows.positions, work.items, work.count, work.spans, batch, num_rows, capacity,
+        BLOCK_B=next_power_of_2(batch), CHUNK=config.chunk, BLOCK_N=config.block_n, WINDOW=kind.window or 0,
+        **options(4),
+    )  # fmt: skip
+    return work
+
+
+def attend_decode(q, key, value, rows, kind, work):
+    """``q`` [B * N, H, D] -> [B * N, H, D], contiguous."""
+    check_layout(q, key, value, kind)
+    config = work.config
+    batch, chunks, num_rows, heads, width = work.acc.shape
+    if q.shape[0] != batch * num_rows:
+        raise ValueError(f"q has {q.shape[0]} rows, but {batch} requests of {num_rows} rows were planned")
+    group = heads // kind.num_kv_heads
+    tiles = cdiv(num_rows * group, config.block_m)
+    programs = min(batch * chunks * kind.num_kv_heads * tiles, _num_sms(q.device) * config.programs_per_sm)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    split_kernel[(programs,)](
+        q, key, value, rows.req_to_token, rows.positions, rows.kv_lens, rows.tree_mask, work.items, work.count,
+        work.acc, work.stats, q.stride(0), key.stride(0), rows.req_to_token.stride(0), batch * chunks, chunks, num_rows,
+        KV_HEADS=kind.num_kv_heads, GROUP=group, D=width, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        WINDOW=kind.window or 0, HAS_TREE=rows.tree_mask is not None, PRECISION=dot_precision(q.dtype),
+        **options(config.num_warps, config.num_stages),
+    )  # fmt: skip
+    block_d = min(width, 256)
+    merge_kernel[(batch * num_rows * heads, width // block_d)](
+        work.acc, work.stats, work.spans, out, chunks, num_rows, HEADS=heads, D=width, BLOCK_D=block_d, **options(4)
+    )
+    return out
+
+
+@cache
+def _num_sms(device):
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 2  # the interpreter: few programs, so that each walks through several items
