@@ -37,7 +37,7 @@ class Stage:
 
 STAGES: Mapping[str, Stage] = MappingProxyType(
     {
-        "tests": Stage(("-m", "pytest", "-q", "-m", "cuda", "test/gpu"), 180, writes=False),
+        "tests": Stage(("-m", "pytest", "-q", "-m", "cuda", "test/gpu", "test/unit/mem_cache"), 180, writes=False),
         "one_batch": Stage(
             (
                 *("benchmark/bench_one_batch.py", "--model", *SIZES),
