@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from sgl_kernel.launch import triton_kernels
 from sgl_kernel.packed_linear import PackedWeight, packed_linear, packed_linear_groups
 
 
@@ -48,9 +49,47 @@ def centroid_argmax(
     packed: PackedWeight | None = None,
 ) -> torch.Tensor:
     """Best token id of each row, [B] int64. ``token_ordering`` [C, V/C] int64 names the tokens of each cluster."""
+    if hidden.is_cuda:
+        return triton_kernels("centroid_head").centroid_best(hidden, centroids, clustered_head, token_ordering, top_k)[
+            0
+        ]
     logits, clusters = centroid_candidates(hidden, centroids, clustered_head, top_k, packed)
+    return _candidate_tokens(logits.argmax(dim=-1), clusters, clustered_head.shape[1], token_ordering)
+
+
+def centroid_best(
+    hidden: torch.Tensor,
+    centroids: torch.Tensor,
+    clustered_head: torch.Tensor,
+    token_ordering: torch.Tensor,
+    top_k: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``centroid_argmax`` with more to tell: ids [B] int64, their logits [B] and the log-sum-exp [B] over all
+    candidates, both float32. Of equal logits the token of the better cluster wins, then the earlier one in it."""
+    if hidden.is_cuda:
+        return triton_kernels("centroid_head").centroid_best(hidden, centroids, clustered_head, token_ordering, top_k)
+    return centroid_best_torch(hidden, centroids, clustered_head, token_ordering, top_k)
+
+
+def centroid_best_torch(
+    hidden: torch.Tensor,
+    centroids: torch.Tensor,
+    clustered_head: torch.Tensor,
+    token_ordering: torch.Tensor,
+    top_k: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The reference of ``centroid_best``."""
+    logits, clusters = centroid_candidates(hidden, centroids, clustered_head, top_k)
     best = logits.argmax(dim=-1)
-    per_cluster = clustered_head.shape[1]
+    ids = _candidate_tokens(best, clusters, clustered_head.shape[1], token_ordering)
+    values = logits.float()
+    return ids, values.gather(1, best[:, None]).squeeze(1), values.logsumexp(dim=-1)
+
+
+def _candidate_tokens(
+    best: torch.Tensor, clusters: torch.Tensor, per_cluster: int, token_ordering: torch.Tensor
+) -> torch.Tensor:
+    """Token ids of candidates ``best`` [B], counted through a row's clusters [B, top_k]."""
     group = torch.div(best, per_cluster, rounding_mode="floor")
     cluster = clusters.gather(1, group[:, None]).squeeze(1)
     return token_ordering.view(-1)[cluster * per_cluster + best - group * per_cluster]

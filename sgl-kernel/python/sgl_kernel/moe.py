@@ -1,4 +1,7 @@
-"""Mixture of experts: routing and the experts' gated MLPs."""
+"""Mixture of experts: routing and the experts' gated MLPs.
+
+Shapes: T rows, E experts, k of them per row, D hidden width, M expert width.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,28 @@ import torch
 import torch.nn.functional as F
 
 from sgl_kernel.activation import gelu_tanh_and_mul
+from sgl_kernel.launch import triton_kernels
 
 
 def route(router_logits: torch.Tensor, per_expert_scale: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over all experts, keep ``top_k``, renormalise, then scale per expert.
 
-    ``router_logits`` [T, E] -> weights [T, top_k] float32 and expert ids [T, top_k] int64.
+    ``router_logits`` [T, E], or parts [S, T, E] to be summed in ascending order -> weights [T, top_k] float32 and
+    expert ids [T, top_k] int64, the likeliest first and of equal ones the lower id.
     """
-    weights, expert_ids = torch.softmax(router_logits.float(), dim=-1).topk(top_k, dim=-1)
+    if router_logits.is_cuda:
+        return triton_kernels("moe").route(router_logits, per_expert_scale, top_k)
+    return route_torch(router_logits, per_expert_scale, top_k)
+
+
+def route_torch(
+    router_logits: torch.Tensor, per_expert_scale: torch.Tensor, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference of ``route``. ``torch.topk`` leaves the order of equal probabilities open."""
+    logits = router_logits.float()
+    if logits.dim() == 3:
+        logits = sum(logits[1:], start=logits[0])
+    weights, expert_ids = torch.softmax(logits, dim=-1).topk(top_k, dim=-1)
     weights = weights / weights.sum(-1, keepdim=True)
     return weights * per_expert_scale.float()[expert_ids], expert_ids
 
@@ -24,12 +41,54 @@ def experts(
     """Sum of the selected experts' outputs.
 
     ``x`` [T, D]; ``weights``, ``expert_ids`` [T, k]; ``gate_up`` [E, 2M, D] (gate rows first); ``down`` [E, D, M]
-    -> [T, D].
-    Rows are grouped by expert, and each row adds its experts in order of expert id, whatever else is in the batch.
+    -> [T, D]. A row's experts are added in an order of its own, whatever else is in the batch.
     """
+    if x.is_cuda:
+        return combine_pairs(expert_pairs(x, expert_ids, gate_up, down), weights)
+    return experts_torch(x, weights, expert_ids, gate_up, down)
+
+
+def experts_torch(
+    x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """The reference of ``experts``: rows grouped by expert, each row adding its experts in order of expert id."""
     out = torch.zeros_like(x)
     for expert in expert_ids.unique().tolist():
         rows, slots = (expert_ids == expert).nonzero(as_tuple=True)
-        y = F.linear(gelu_tanh_and_mul(F.linear(x[rows], gate_up[expert])), down[expert])
+        y = _expert(x[rows], gate_up[expert], down[expert])
         out.index_add_(0, rows, (y * weights[rows, slots, None]).to(x.dtype))
     return out
+
+
+def expert_pairs(x: torch.Tensor, expert_ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Each selected expert's output by itself, unweighted: what ``experts`` sums. -> [T, k, D] in the dtype of x."""
+    if x.is_cuda:
+        return triton_kernels("moe").expert_pairs(x, expert_ids, gate_up, down)
+    return expert_pairs_torch(x, expert_ids, gate_up, down)
+
+
+def expert_pairs_torch(
+    x: torch.Tensor, expert_ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """The reference of ``expert_pairs``."""
+    pairs = x.new_empty(*expert_ids.shape, x.shape[1])
+    for expert in expert_ids.unique().tolist():
+        rows, slots = (expert_ids == expert).nonzero(as_tuple=True)
+        pairs[rows, slots] = _expert(x[rows], gate_up[expert], down[expert])
+    return pairs
+
+
+def combine_pairs(pairs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weighted sum over a row's pairs, slot by slot in float32: ``pairs`` [T, k, D], ``weights`` [T, k] -> [T, D]."""
+    if pairs.is_cuda:
+        return triton_kernels("moe").combine(pairs, weights)
+    return combine_pairs_torch(pairs, weights)
+
+
+def combine_pairs_torch(pairs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The reference of ``combine_pairs``."""
+    return (pairs.float() * weights[:, :, None]).sum(1).to(pairs.dtype)
+
+
+def _expert(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    return F.linear(gelu_tanh_and_mul(F.linear(x, gate_up)), down)

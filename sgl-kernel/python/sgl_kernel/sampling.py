@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from sgl_kernel.launch import triton_kernels
+
 TOP_K_ALL = 1 << 30
 _M1, _M2 = 0x7FEB352D, 0x846CA68B
 _MASK = 0xFFFFFFFF
@@ -73,3 +75,53 @@ def sample(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) ->
     """One token per row of ``probs`` [R, V] (unnormalised is fine), [R] int64. See the module's text."""
     token_ids = torch.arange(probs.shape[1], device=probs.device)
     return (probs / exponential_noise(seeds, positions, token_ids)).argmax(dim=-1)
+
+
+def choose_tokens(
+    logits: torch.Tensor,
+    greedy: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    top_ks: torch.Tensor | None,
+    top_ps: torch.Tensor | None,
+    min_ps: torch.Tensor | None,
+) -> torch.Tensor:
+    """The token of each row: the best one where ``greedy``, else one drawn after temperature and filters.
+
+    ``logits`` [R, V]; ``positions`` [R] int64; the rest per request, [B], where R is a multiple of B and a request's
+    rows lie together: ``greedy`` bool, ``temperatures`` float32 > 0, ``seeds`` and ``top_ks`` int64, ``top_ps`` and
+    ``min_ps`` float32; a filter that nobody uses is None -> [R] int64. See ``filtered_probs`` and ``sample`` for what
+    is drawn.
+
+    On CUDA nothing is sorted and a row's token does not depend on the other rows. Probabilities differ from the
+    reference's by rounding. Top-k and min-p keep the same tokens, given the same probabilities; top-p adds them up in
+    another order, so a token within rounding of the limit may fall on the other side of it.
+    """
+    if logits.is_cuda:
+        return triton_kernels("sampling").choose_tokens(
+            logits, greedy, temperatures, seeds, positions, top_ks, top_ps, min_ps
+        )
+    return choose_tokens_torch(logits, greedy, temperatures, seeds, positions, top_ks, top_ps, min_ps)
+
+
+def choose_tokens_torch(
+    logits: torch.Tensor,
+    greedy: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    top_ks: torch.Tensor | None,
+    top_ps: torch.Tensor | None,
+    min_ps: torch.Tensor | None,
+) -> torch.Tensor:
+    """The reference of ``choose_tokens``."""
+    width = logits.shape[0] // greedy.shape[0]
+
+    def rows(value: torch.Tensor | None) -> torch.Tensor | None:
+        return value if value is None or width == 1 else value.repeat_interleave(width)
+
+    row_temperatures, row_seeds, row_greedy = rows(temperatures), rows(seeds), rows(greedy)
+    assert row_temperatures is not None and row_seeds is not None and row_greedy is not None
+    probs = filtered_probs(logits, row_temperatures, rows(top_ks), rows(top_ps), rows(min_ps))
+    return torch.where(row_greedy, logits.argmax(dim=-1), sample(probs, row_seeds, positions))
