@@ -15,12 +15,13 @@ import random
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 import bench_speculative
 import torch
-from gpu_report import Report, add_common_arguments, free_memory, table, time_call
+from gpu_report import Report, add_common_arguments, finish, free_memory, run_each, time_call
 from model_shapes import MODELS, TINY, Pair, make_pair
 from timed import engine_settings, simulated_acceptance
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -95,6 +96,13 @@ def measure_engine(args: argparse.Namespace, report: Report, pair: Pair) -> dict
                     report.add(pair.name, "throughput against no speculation", rate, "tokens/s", limit=plain, **where)
         free_memory(args.device)
     return found
+
+
+def measure_model(args: argparse.Namespace, report: Report, pair: Pair) -> None:
+    ours = measure_engine(args, report, pair)
+    if pair.name in TRANSFORMERS_MODELS and not args.skip_transformers:
+        measure_transformers(args, report, pair, ours)
+        free_memory(args.device)
 
 
 def build_transformers(pair: Pair, args: argparse.Namespace) -> PreTrainedModel:
@@ -185,16 +193,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     report = Report("engine", args)
     with tempfile.TemporaryDirectory() as folder:
-        for name in args.model:
-            pair = make_pair(name, Path(folder))
-            ours = measure_engine(args, report, pair)
-            if name in TRANSFORMERS_MODELS and not args.skip_transformers:
-                measure_transformers(args, report, pair, ours)
-                free_memory(args.device)
-    if TINY in args.model and not args.skip_transformers:
-        measure_tiny(args, report)
-    print(table(report.lines))
-    return 0
+        pairs = [make_pair(name, Path(folder)) for name in args.model]
+        work = [(pair.name, partial(measure_model, args, report, pair)) for pair in pairs]
+        if TINY in args.model and not args.skip_transformers:
+            work.append((f"{TINY}, trained", partial(measure_tiny, args, report)))
+        failed = run_each(work, args.device)
+    return finish(report, failed)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,17 @@ found in the L2 cache.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
-from gpu_report import Limits, Report, add_common_arguments, measure_limits, table, time_kernels
+from gpu_report import Limits, Report, add_common_arguments, finish, measure_limits, run_each, time_kernels
 from kernel_cases import FAMILIES, Bench, Case, Inputs
 from model_shapes import MODELS, make_pair
 
-logger = logging.getLogger(__name__)
 # the L2 cache holds about 50 MB
 ROTATED_BYTES = 200e6
 MOST_COPIES, MOST_INPUT_BYTES = 24, 40e9
@@ -61,23 +61,20 @@ def measure_case(case: Case, bench: Bench, report: Report, floor: float, repeats
             report.add(bench.pair.name, f"{case.kernel} against vendor", ours * 1e6, "us", limit=vendor * 1e6, **where)
 
 
-def measure_all(args: argparse.Namespace, report: Report, limits: Limits) -> list[str]:
-    """Names of the cases that failed; a failure is logged and the others go on."""
+def all_cases(
+    args: argparse.Namespace, report: Report, limits: Limits, folder: Path
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """(name, how to measure it) of every case asked for."""
     launch = launch_seconds(args.device, args.repeats)
     report.add("any", "empty kernel in a graph", launch * 1e6, "us")
-    dtype, failed = getattr(torch, args.dtype), []
-    with tempfile.TemporaryDirectory() as folder:
-        for name in args.model:
-            pair = make_pair(name, Path(folder))
-            for rows in args.rows:
-                bench = Bench(pair, rows, args.device, dtype, tuple(args.context_len))
-                for case in (case for family in args.family for case in FAMILIES[family](bench)):
-                    try:
-                        measure_case(case, bench, report, floor_seconds(case, limits, launch), args.repeats)
-                    except Exception:  # one kernel that does not run must not cost the figures of the others
-                        logger.exception("%s: %s with %d rows failed", name, case.kernel, rows)
-                        failed.append(f"{name}: {case.kernel} with {rows} rows")
-    return failed
+    for name in args.model:
+        pair = make_pair(name, folder)
+        for rows in args.rows:
+            bench = Bench(pair, rows, args.device, getattr(torch, args.dtype), tuple(args.context_len))
+            for case in (case for family in args.family for case in FAMILIES[family](bench)):
+                floor = floor_seconds(case, limits, launch)
+                what = f"{name}: {case.kernel} with {rows} rows"
+                yield what, partial(measure_case, case, bench, report, floor, args.repeats)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -95,11 +92,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     report, limits = Report("kernels", args), measure_limits(args.device, getattr(torch, args.dtype))
     report.add_limits(limits)
-    failed = measure_all(args, report, limits)
-    print(table(report.lines))
-    for name in failed:
-        print(f"failed: {name}")
-    return 1 if failed else 0
+    with tempfile.TemporaryDirectory() as folder:
+        failed = run_each(all_cases(args, report, limits, Path(folder)), args.device)
+    return finish(report, failed)
 
 
 if __name__ == "__main__":

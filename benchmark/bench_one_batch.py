@@ -17,6 +17,7 @@ import tempfile
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,10 +25,11 @@ from gpu_report import (
     Limits,
     Report,
     add_common_arguments,
+    finish,
     free_memory,
     measure_limits,
+    run_each,
     synchronize,
-    table,
     time_call,
     trace_kernels,
 )
@@ -186,10 +188,9 @@ def main(argv: list[str] | None = None) -> int:
     setup = Setup(args, Report("one_batch", args), measure_limits(args.device, getattr(torch, args.dtype)))
     setup.report.add_limits(setup.limits)
     with tempfile.TemporaryDirectory() as folder:
-        for name in args.model:
-            measure_model(setup, make_pair(name, Path(folder)))
-    print(table(setup.report.lines))
-    return 0
+        pairs = [make_pair(name, Path(folder)) for name in args.model]
+        failed = run_each(((pair.name, partial(measure_model, setup, pair)) for pair in pairs), args.device)
+    return finish(setup.report, failed)
 
 
 if __name__ == "__main__":

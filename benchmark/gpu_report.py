@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from common import command_line, commit, format_table, versions
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+logger = logging.getLogger(__name__)
 TIME_UNITS = ("us", "ms", "s")
 
 
@@ -157,6 +159,28 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json-out", type=Path, help="append one line per figure to this file")
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
     parser.add_argument("--repeats", type=int, default=7, help="a figure is the median of as many")
+
+
+def run_each(work: Iterable[tuple[str, Callable[[], None]]], device: str) -> list[str]:
+    """Do all of ``work``; the names of what failed. A failure is logged and must not cost the figures of the others."""
+    failed = []
+    for name, measure in work:
+        try:
+            measure()
+            continue
+        except Exception:  # whatever a kernel or an engine raises
+            logger.exception("%s failed", name)
+            failed.append(name)
+        free_memory(device)  # not earlier: the exception holds on to what it passed through
+    return failed
+
+
+def finish(report: Report, failed: Sequence[str]) -> int:
+    """Print the run's figures and failures; the status to exit with."""
+    print(table(report.lines))
+    for name in failed:
+        print(f"failed: {name}")
+    return 1 if failed else 0
 
 
 # --------------------------------------------------------------------------------------------------------------- timing

@@ -7,7 +7,8 @@ kernel cannot avoid moving and computing. Adding a kernel is a function here and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,16 +17,21 @@ import torch.nn.functional as F
 from model_shapes import Pair, expected_distinct
 
 from sgl_kernel.centroid_head import centroid_argmax
+from sgl_kernel.head_argmax import head_argmax
 from sgl_kernel.head_norm_rope import query_norm_rope
 from sgl_kernel.kvcache import norm_rope_store
 from sgl_kernel.linear import gate_up_gelu, gated_projection, linear, linear_parts
 from sgl_kernel.moe import experts, route
 from sgl_kernel.norm import add_norm
 from sgl_kernel.rope import rope_tables
+from sgl_kernel.spec_tree import accept_chain
 from sglang.srt.configs.model_config import LayerKVSpec, TextConfig
 from sglang.srt.configs.registries import ATTENTION_BACKENDS, load_entry
+from sglang.srt.layers.sampler import sample_tokens
 from sglang.srt.mem_cache.kv_pool import LayerKV
 from sglang.srt.model_executor.forward_batch_info import AttnGeometry, HostLens
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 Inputs = tuple[Any, ...]
 
@@ -229,10 +235,14 @@ def _attention(bench: Bench, name: str, spec: LayerKVSpec, num_heads: int, conte
         table = bench.arange(1, slots).to(torch.int32).view(batch, context)
         backend = load_entry(ATTENTION_BACKENDS, "triton" if bench.device == "cuda" else "torch_native")(table)
         positions = bench.arange(context - rows, context).repeat(batch)
-        host = HostLens((context,) * batch, (context - rows,) * batch)
-        plan = backend.init_forward_metadata(
-            AttnGeometry.from_host(bench.arange(batch), positions, (rows,) * batch, host)
-        )
+        requests, q_lens = bench.arange(batch), (rows,) * batch
+        if rows == context:
+            host = HostLens((context,) * batch, (0,) * batch)
+            geometry = AttnGeometry.from_host(requests, positions, q_lens, host, is_extend=True)
+        else:  # as in a captured step, which must fit any length
+            lens = torch.full((batch,), context, device=bench.device)
+            geometry = AttnGeometry(requests, lens, positions, q_lens, bench.text.max_position_embeddings, None)
+        plan = backend.init_forward_metadata(geometry)
         return plan, bench.rand(batch * rows, num_heads, width), LayerKV(0, key, value, bench.dtype, spec.window)
 
     def vendor(plan: Any, q: torch.Tensor, kv: LayerKV) -> object:
@@ -330,6 +340,51 @@ def centroid_cases(bench: Bench) -> Iterator[Case]:
     )
 
 
+def head_argmax_cases(bench: Bench) -> Iterator[Case]:
+    """The fused head of greedy targets, and of the assistant where it is plain; the vendor writes rows of logits."""
+    target, draft = bench.text, bench.pair.assistant
+    assert draft.assistant is not None
+    shapes = [("head argmax", target.vocab_size, target.hidden_size, target.final_logit_softcapping)]
+    if not draft.assistant.num_centroids:
+        shapes.append(("draft head argmax", draft.text.vocab_size, draft.text.hidden_size, None))
+    for name, vocab, hidden, cap in shapes:
+        product = _product(bench, name, vocab, hidden, partial(head_argmax, softcap=cap))
+        yield replace(product, vendor=lambda x, weight: F.linear(x, weight).argmax(dim=-1))
+
+
+def sampling_cases(bench: Bench) -> Iterator[Case]:
+    """A token per row of logits: the vendor only takes the largest."""
+    vocab, rows = bench.text.vocab_size, bench.rows
+    controls = {
+        "sample": SamplingParams(),
+        "sample min-p": SamplingParams(min_p=0.05),
+        "sample top-k, top-p": SamplingParams(top_k=64, top_p=0.95),
+    }
+    for name, params in controls.items():
+        info = SamplingBatchInfo.from_params([params] * rows, list(range(rows)), torch.device(bench.device))
+        yield Case(
+            f"{name} {vocab}",
+            rows,
+            0,
+            lambda: (bench.rand(rows, vocab) * vocab**0.5, bench.arange(rows)),
+            lambda logits, positions, info=info: sample_tokens(logits, info, positions, 1),
+            rows * vocab * bench.dtype.itemsize,
+            vendor=lambda logits, positions: logits.argmax(dim=-1),
+        )
+
+
+def accept_cases(bench: Bench) -> Iterator[Case]:
+    width = bench.pair.num_steps + 1
+    yield Case(
+        f"accept {width}",
+        bench.rows,
+        0,
+        lambda: (bench.ids(2, bench.rows, width), bench.ids(2, bench.rows, width)),
+        accept_chain,
+        2 * 8 * bench.rows * width,
+    )
+
+
 FAMILIES: Mapping[str, Callable[[Bench], Iterator[Case]]] = MappingProxyType(
     {
         "linear": linear_cases,
@@ -340,5 +395,8 @@ FAMILIES: Mapping[str, Callable[[Bench], Iterator[Case]]] = MappingProxyType(
         "extend": extend_cases,
         "moe": moe_cases,
         "centroid": centroid_cases,
+        "head_argmax": head_argmax_cases,
+        "sampling": sampling_cases,
+        "accept": accept_cases,
     }
 )

@@ -41,7 +41,7 @@ STAGES: Mapping[str, Stage] = MappingProxyType(
         "one_batch": Stage(
             (
                 *("benchmark/bench_one_batch.py", "--model", *SIZES),
-                *("--batch-size", "1", "8", "32", "128", "--context-len", "1024", "16384"),
+                *("--batch-size", "1", "8", "32", "128", "--context-len", "1024", "16384", "--accept-len", "2.5"),
             ),
             240,
         ),
