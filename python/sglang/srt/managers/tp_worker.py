@@ -60,18 +60,22 @@ class TpModelWorker:
         """The only way to this worker's KV for another worker: read-only."""
         return self.memory.read_only()
 
+    @property
+    def loop(self) -> DecodeLoop:
+        """What runs its decode steps."""
+        assert self._loop is not None, "this worker was made without decode steps"
+        return self._loop
+
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         with torch.inference_mode():
             if batch.mode is not ForwardMode.EXTEND:
-                assert self._loop is not None, "this worker was made without decode steps"
-                return self._loop.run(batch)
+                return self.loop.run(batch)
             tokens = self.extend(batch)[0][:, None]
             return GenerationBatchResult(tokens, torch.ones(len(batch.reqs), dtype=torch.int64), None, num_drafts=0)
 
     def capture_graphs(self) -> None:
         """Once, before the first step."""
-        assert self._loop is not None, "this worker was made without decode steps"
-        self._loop.capture()
+        self.loop.capture()
 
     def extend(self, batch: ScheduleBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the next ``extend_lens`` positions of each request.

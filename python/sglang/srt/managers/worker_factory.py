@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from sglang.srt.configs.registries import ATTENTION_BACKENDS, SPECULATIVE_ALGORITHMS, load_entry
+from sglang.srt.managers.memory_probe import Workload, measure_reserve_bytes
 from sglang.srt.managers.model_worker import ModelWorker
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.cuda_graph_runner import batch_sizes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_configurator import build_kv_memory
 from sglang.srt.models.gemma4_mtp import check_pair
@@ -30,15 +32,20 @@ def create_worker(args: ServerArgs) -> ModelWorker:
     draft_runner = None
     if draft_config is not None and draft_load is not None:
         draft_runner = ModelRunner(draft_config, draft_load, device)
+    width = 1 if spec is None else spec.num_draft_tokens
+    make_backend, graphs = load_entry(ATTENTION_BACKENDS, args.attention_backend), args.graph_config()
+    reserve_bytes = 0
+    if device.kind == "cuda" and args.max_total_tokens is None:
+        reserve_bytes = measure_reserve_bytes(runner, make_backend, args.memory_config(), _workload(args, width))
     memory = build_kv_memory(
         config.text.kv_layout,
         args.memory_config(),
-        tokens_per_step=1 if spec is None else spec.num_draft_tokens,
+        tokens_per_step=width,
         dtype=runner.dtype,
         device=device,
+        reserve_bytes=reserve_bytes,
     )
-    backend = load_entry(ATTENTION_BACKENDS, args.attention_backend)(memory.req_to_token)
-    graphs = args.graph_config()
+    backend = make_backend(memory.req_to_token)
     if spec is None or draft_runner is None:
         worker = TpModelWorker(runner, memory, backend, graphs=graphs)
     else:
@@ -46,3 +53,12 @@ def create_worker(args: ServerArgs) -> ModelWorker:
         worker = load_entry(SPECULATIVE_ALGORITHMS, spec.algorithm)(draft_runner, target, backend, spec, graphs)
     worker.capture_graphs()
     return worker
+
+
+def _workload(args: ServerArgs, width: int) -> Workload:
+    """The largest forwards these arguments allow."""
+    schedule, graphs, memory = args.schedule_config(), args.graph_config(), args.memory_config()
+    prefill_tokens = schedule.chunked_prefill_size or max(memory.context_length, schedule.max_prefill_tokens)
+    sizes = batch_sizes(graphs, memory.max_running_requests or graphs.max_size).sizes
+    batch_size = sizes[-1] if sizes else min(graphs.max_size, memory.max_running_requests or graphs.max_size)
+    return Workload(prefill_tokens, batch_size, width, num_graphs=2 * len(sizes))

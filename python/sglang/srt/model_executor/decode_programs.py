@@ -71,11 +71,12 @@ class TargetForward:
         self._capture = CaptureHiddenMode.FULL if capture_hidden else CaptureHiddenMode.NULL
 
     def choose(self, rows: DecodeRows, input_ids: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``input_ids`` [T] int64 -> tokens [T] int64, hidden states [T, H] if they are captured."""
+        """``input_ids`` [T] int64 -> tokens [T] int64, and hidden states [T, H] where they are known."""
         fb = self._forward_batch(rows, input_ids, step)
-        out: LogitsProcessorOutput = self._model.forward(fb)
         if step.kind is StepKind.GREEDY:
-            return out.next_token_logits.argmax(dim=-1), out.hidden_states
+            tokens, hidden = self._model.greedy_tokens(fb)
+            return tokens, hidden
+        out: LogitsProcessorOutput = self._model.forward(fb)
         if step.kind is StepKind.EDITED:
             assert step.batch is not None, "only a step that is not captured can edit logits"
             apply_logit_controls(out.next_token_logits, step.batch.reqs, input_ids.view(step.size, self._width))

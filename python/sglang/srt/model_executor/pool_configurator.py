@@ -48,31 +48,60 @@ class KVMemory:
 
 
 def build_kv_memory(
-    layout: KVLayout, memory: MemoryConfig, *, tokens_per_step: int, dtype: torch.dtype, device: Device
+    layout: KVLayout,
+    memory: MemoryConfig,
+    *,
+    tokens_per_step: int,
+    dtype: torch.dtype,
+    device: Device,
+    reserve_bytes: int = 0,
 ) -> KVMemory:
     """Size and allocate. Call it after the weights are loaded, so that what is left is known.
 
-    ``tokens_per_step``: slots a running request needs beyond its committed tokens. ``ValueError`` when the pool would
-    not hold a single step of one request.
+    ``tokens_per_step``: slots a running request needs beyond its committed tokens; ``reserve_bytes``: what forwards and
+    graphs will need of a GPU besides. ``ValueError`` when the pool would not hold a single step of one request.
     """
     page = memory.page_size
+    row_len = -(-(memory.context_length + tokens_per_step) // page) * page
+    row_bytes = 0 if device.kind == "cpu" else row_len * torch.int32.itemsize
     bytes_per_token = layout.elements_per_token * dtype.itemsize
-    tokens = memory.max_total_tokens
-    if tokens is None:
-        tokens = int(device.available_bytes() * memory.mem_fraction_static) // bytes_per_token
-        if device.kind == "cpu":
-            tokens = min(tokens, max(_CPU_DEFAULT_TOKENS, memory.context_length + tokens_per_step))
-    tokens = tokens // page * page
+    num_bytes = kv_budget_bytes(memory, device, reserve_bytes)
+    tokens, max_requests = size_pool(memory, num_bytes, bytes_per_token, row_bytes)
+    if device.kind == "cpu" and memory.max_total_tokens is None:
+        tokens = min(tokens, max(_CPU_DEFAULT_TOKENS, memory.context_length + tokens_per_step) // page * page)
+        max_requests = memory.max_running_requests or _default_requests(tokens)
     if tokens < page + tokens_per_step:
         raise ValueError(
-            f"the KV pool would hold {tokens} tokens, too few for one request: raise --max-total-tokens or "
-            f"--mem-fraction-static (one token takes {bytes_per_token} bytes)"
+            f"the KV pool would hold {max(tokens, 0)} tokens, too few for one request: raise --max-total-tokens or "
+            f"--mem-fraction-static, or lower --chunked-prefill-size or --cuda-graph-max-bs (one token takes "
+            f"{bytes_per_token} bytes; {num_bytes / 1e6:.0f} MB are there for the pool, "
+            f"{reserve_bytes / 1e6:.0f} MB are kept for forwards)"
         )
-    max_requests = memory.max_running_requests
-    if max_requests is None:
-        max_requests = max(1, min(_MAX_DEFAULT_REQUESTS, tokens // _MEAN_TOKENS_PER_REQUEST))
-    row_len = -(-(memory.context_length + tokens_per_step) // page) * page
     pool = MHATokenToKVPool(layout, tokens, page, dtype, device.torch_device)
     rows = ReqToTokenPool(max_requests, row_len, device.torch_device)
     manager = KVCacheManager(pool, rows, disable_radix_cache=memory.disable_radix_cache)
     return KVMemory(pool, manager, rows.req_to_token, max_requests, memory.context_length)
+
+
+def kv_budget_bytes(memory: MemoryConfig, device: Device, reserve_bytes: int) -> int:
+    """Bytes the pool may take. On a GPU what ``mem_fraction_static`` leaves stays free, or ``reserve_bytes``."""
+    free = device.available_bytes()
+    if device.kind == "cpu":
+        return int(free * memory.mem_fraction_static)
+    return free - max(reserve_bytes, int(device.total_bytes() * (1.0 - memory.mem_fraction_static)))
+
+
+def size_pool(memory: MemoryConfig, num_bytes: int, bytes_per_token: int, row_bytes: int) -> tuple[int, int]:
+    """Tokens (whole pages) and requests that ``num_bytes`` hold; each request also takes a row of ``row_bytes``."""
+    page = memory.page_size
+    if memory.max_total_tokens is not None:
+        tokens = memory.max_total_tokens // page * page
+        return tokens, memory.max_running_requests or _default_requests(tokens)
+    max_requests = memory.max_running_requests or _default_requests(num_bytes // bytes_per_token)
+    # one row more is the dummy row, one page more the dummy page
+    tokens = (num_bytes - (max_requests + 1) * row_bytes) // bytes_per_token - page
+    return tokens // page * page, max_requests
+
+
+def _default_requests(tokens: int) -> int:
+    return max(1, min(_MAX_DEFAULT_REQUESTS, tokens // _MEAN_TOKENS_PER_REQUEST))

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.gemma4_causal import Gemma4ForCausalLM
 
@@ -30,8 +29,8 @@ class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
         self._text_ids = torch.arange(config.text.vocab_size, device=device)
         self._text_ids[[token_id for _, token_id in config.media_token_ids]] = _PAD_TOKEN_ID
 
-    def forward(self, fb: ForwardBatch) -> LogitsProcessorOutput:
-        return super().forward(replace(fb, input_ids=self._text_ids[fb.input_ids]))
+    def _hidden(self, fb: ForwardBatch) -> tuple[torch.Tensor, ForwardBatch]:
+        return super()._hidden(replace(fb, input_ids=self._text_ids[fb.input_ids]))
 
     def _is_ignored(self, name: str) -> bool:
         return name.startswith(_TOWER_PREFIXES) or super()._is_ignored(name)

@@ -59,7 +59,7 @@ class FrozenKVMTPWorker(TpModelWorker):
         self._rows = ResidentRows(self.memory.max_requests, self.memory.dummy_row, self._device)
         self._buffers = self._make_buffers()
         self.round = self._make_round()
-        self.rounds = self._round_loop(graphs)
+        self._loop = self._round_loop(graphs)
 
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         with torch.inference_mode():
@@ -67,10 +67,7 @@ class FrozenKVMTPWorker(TpModelWorker):
                 return self._extend(batch)
             if self._check_digest:
                 return self.verify(batch, self.draft(batch))
-            return self.rounds.run(batch)
-
-    def capture_graphs(self) -> None:
-        self.rounds.capture()
+            return self.loop.run(batch)
 
     def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """The target alone; its token and hidden state seed the first draft."""
@@ -82,7 +79,7 @@ class FrozenKVMTPWorker(TpModelWorker):
     def draft(self, batch: ScheduleBatch) -> FrozenKVMTPVerifyInput:
         """The first stage of a round by itself."""
         before = self.context.target_token_to_kv_pool.digest() if self._check_digest else None
-        self.round.draft.run(self.rounds.prepare(batch, exact=True))
+        self.round.draft.run(self.loop.prepare(batch, exact=True))
         if before is not None and before != self.context.target_token_to_kv_pool.digest():
             raise RuntimeError("drafting changed the target's KV")
         num = len(batch.reqs)
@@ -92,11 +89,11 @@ class FrozenKVMTPWorker(TpModelWorker):
 
     def verify(self, batch: ScheduleBatch, chain: FrozenKVMTPVerifyInput) -> GenerationBatchResult:
         """The other stages: one target pass over the chain; the run each request gains, and its next seed."""
-        step = self.rounds.prepare(batch, exact=True)
+        step = self.loop.prepare(batch, exact=True)
         self._buffers.draft_tokens[: len(batch.reqs)].copy_(chain.draft_tokens)
         self.round.verify.run(step)
         self.round.accept.run(step)
-        return self.rounds.finish(batch)
+        return self.loop.finish(batch)
 
     def describe(self) -> dict[str, object]:
         facts = self.target.describe()
