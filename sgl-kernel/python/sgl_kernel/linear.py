@@ -16,16 +16,13 @@ from sgl_kernel.launch import triton_kernels
 MAX_SKINNY_ROWS = 64
 
 
-def linear_parts(
-    x: torch.Tensor, weight: torch.Tensor, *, row_invariant: bool = False, prefetch_bytes: int = 0
-) -> torch.Tensor:
+def linear_parts(x: torch.Tensor, weight: torch.Tensor, *, row_invariant: bool = False) -> torch.Tensor:
     """``x`` [T, K], ``weight`` [N, K] -> parts [S, T, N] float32, or [T, N] in the dtype of ``x``.
 
-    ``row_invariant``: a row's result does not depend on T. ``prefetch_bytes``: how many bytes behind the weight (in
-    memory) to bring into the L2 cache meanwhile.
+    ``row_invariant``: a row's result does not depend on T.
     """
     if x.is_cuda and (row_invariant or x.shape[0] <= MAX_SKINNY_ROWS):
-        return triton_kernels("linear").linear_parts(x, weight, prefetch_bytes)
+        return triton_kernels("linear").linear_parts(x, weight)
     return F.linear(x, weight)
 
 
@@ -36,12 +33,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, *, row_invariant: bool = False
     return F.linear(x, weight)
 
 
-def gate_up_gelu(
-    x: torch.Tensor, weight: torch.Tensor, *, row_invariant: bool = False, prefetch_bytes: int = 0
-) -> torch.Tensor:
+def gate_up_gelu(x: torch.Tensor, weight: torch.Tensor, *, row_invariant: bool = False) -> torch.Tensor:
     """``x`` [T, K], ``weight`` [2 I, K], gate rows first -> gelu_tanh(gate) * up, [T, I]."""
     if x.is_cuda and (row_invariant or x.shape[0] <= MAX_SKINNY_ROWS):
-        return triton_kernels("linear").gate_up_gelu(x, weight, prefetch_bytes)
+        return triton_kernels("linear").gate_up_gelu(x, weight)
     return gelu_tanh_and_mul(F.linear(x, weight))
 
 

@@ -18,7 +18,7 @@ from sgl_kernel.norm import sum_norm
 from sgl_kernel.packed_linear import PackedWeight, pack_weight, packed_linear
 from sglang.srt.configs.model_config import FULL, SLIDING, LayerKVSpec, ModelConfig, TextConfig
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import Linear, place_linears
+from sglang.srt.layers.linear import Linear
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.layers.moe import MoE
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -39,8 +39,7 @@ class Build:
     dtype: torch.dtype
     device: torch.device
     row_invariant: bool = False
-    prefetch_bytes: int = 0  # how far a product may look ahead on a GPU
-    linears: list[Linear] = field(default_factory=list)  # all that were made, in order of use
+    linears: list[Linear] = field(default_factory=list)  # all that were made, to be finished after loading
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=self.dtype, device=self.device)
@@ -49,12 +48,9 @@ class Build:
         return RMSNorm(width, self.text.rms_norm_eps, self.dtype, self.device)
 
     def linear(self, in_features: int, *widths: int) -> Linear:
-        self.linears.append(Linear(in_features, widths, row_invariant=self.row_invariant))
-        return self.linears[-1]
-
-    def place(self) -> None:
-        """Once all products are made: give them their weights."""
-        place_linears(self.linears, self.dtype, self.device, self.prefetch_bytes)
+        product = Linear(in_features, widths, self.dtype, self.device, row_invariant=self.row_invariant)
+        self.linears.append(product)
+        return product
 
 
 class Gemma4Attention:
@@ -313,9 +309,8 @@ class Gemma4ForCausalLM:
         self.text = text
         self.kv_layout = text.kv_layout
         self.embed_tokens = ScaledEmbedding(text.vocab_size, text.hidden_size, text.hidden_size**0.5, dtype, device)
-        self.per_layer = PerLayerEmbedding(build) if text.per_layer_input_size else None
         self.stack = DecoderStack(build)
-        build.place()
+        self.per_layer = PerLayerEmbedding(build) if text.per_layer_input_size else None
         self.lm_head: torch.Tensor = self.embed_tokens.weight
         self._packed_head: PackedWeight | None = None
         self.logits_processor = LogitsProcessor(text.final_logit_softcapping)

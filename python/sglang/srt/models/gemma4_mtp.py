@@ -125,7 +125,6 @@ class Gemma4AssistantForCausalLM:
         self.head: PlainHead | CentroidHead = PlainHead(build)
         if assistant.num_centroids:
             self.head = CentroidHead(build, assistant.num_centroids, assistant.centroid_top_k)
-        build.place()
         self._context: FrozenKVMTPContext | None = None
         self._embed: ScaledEmbedding | None = None
 

@@ -24,9 +24,9 @@ def gelu_mul_kernel(gate_ptr, factor_ptr, y_ptr, width, gate_stride, factor_stri
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < width
     wait_for_inputs()
+    release_dependents()
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
     factor = tl.load(factor_ptr + row * factor_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    release_dependents()
     tl.store(y_ptr + row * width + cols, (gelu_tanh(gate) * factor).to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -49,6 +49,7 @@ def softcap_kernel(x_ptr, size, cap, BLOCK: tl.constexpr):
     """x = cap * tanh(x / cap) in place."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     wait_for_inputs()
+    release_dependents()
     x = tl.load(x_ptr + at, mask=at < size, other=0.0)
     tl.store(x_ptr + at, (cap * tanh(x.to(tl.float32) / cap)).to(x.dtype), mask=at < size)
 

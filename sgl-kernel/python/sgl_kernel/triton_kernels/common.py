@@ -1,4 +1,4 @@
-"""What every kernel shares: launch options, waiting for the kernel before, and prefetch into the L2 cache.
+"""What every kernel shares: launch options and waiting for the kernel before.
 
 Kernels are launched with programmatic dependent launch: a kernel may start while the one before it still runs, so each
 calls ``wait_for_inputs`` before it touches anything an earlier kernel wrote or still reads.
@@ -9,7 +9,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 ON_GPU = tl.constexpr(not triton.knobs.runtime.interpret)
-PREFETCH_PIECE_BYTES = tl.constexpr(2048)
 
 
 def options(num_warps, num_stages=1):
@@ -43,24 +42,3 @@ def release_dependents():
     """Allow the next kernel's programs to be scheduled; they still wait for this kernel's end."""
     if ON_GPU:
         gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch_l2(base, num_bytes, program, num_programs, PIECES: tl.constexpr):
-    """This program's share of asking the L2 cache for ``num_bytes`` bytes behind ``base`` (16-byte aligned).
-
-    Pieces are dealt out in turn; PIECES (a multiple of the program's threads, or one of its divisors) must cover a
-    program's share. Nothing waits for the data.
-    """
-    if ON_GPU:
-        piece = (tl.arange(0, PIECES) * num_programs + program).to(tl.int64)
-        wanted = (piece + 1) * PREFETCH_PIECE_BYTES <= num_bytes
-        address = base.to(tl.pointer_type(tl.int8)) + piece * PREFETCH_PIECE_BYTES
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], 2048; mov.u32 $0, 0; }",
-            "=r,l,r",
-            [address, wanted.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )

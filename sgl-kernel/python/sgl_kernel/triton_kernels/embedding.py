@@ -23,10 +23,10 @@ def embed_kernel(ids_ptr, table_ptr, beside_ptr, out_ptr, width, scale, HAS_BESI
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < width
     wait_for_inputs()
+    release_dependents()
     token = tl.load(ids_ptr + row)
     value = tl.load(table_ptr + token * width + cols, mask=mask, other=0.0).to(tl.float32) * scale
     out = out_ptr + row * (2 * width if HAS_BESIDE else width) + cols
-    release_dependents()
     tl.store(out, value.to(out_ptr.dtype.element_ty), mask=mask)
     if HAS_BESIDE:
         tl.store(out + width, tl.load(beside_ptr + row * width + cols, mask=mask, other=0.0), mask=mask)
@@ -60,6 +60,7 @@ def per_layer_inputs_kernel(
     mask = cols < WIDTH
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     wait_for_inputs()
+    release_dependents()
     dtype = out_ptr.dtype.element_ty
     token = tl.load(ids_ptr + row)
     table = tl.load(table_ptr + (token * num_layers + layer) * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
@@ -67,7 +68,6 @@ def per_layer_inputs_kernel(
     context = (context * gain).to(dtype).to(tl.float32)
     context = (context * inverse_rms(context, WIDTH, eps) * weight).to(dtype).to(tl.float32)
     table = (table * table_scale).to(dtype).to(tl.float32)
-    release_dependents()
     value = (context + table) * 0.7071067811865476
     tl.store(out_ptr + (layer * num_rows + row) * WIDTH + cols, value.to(dtype), mask=mask)
 
@@ -89,7 +89,7 @@ def per_layer_inputs(ids, table, table_scale, context, gain, weight, eps):
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gated_projection_kernel(
     gate_ptr, factor_ptr, w_ptr, y_ptr, T, N, part_stride,
     PARTS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
@@ -99,6 +99,7 @@ def gated_projection_kernel(
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     wait_for_inputs()
+    release_dependents()
     acc = tl.zeros((BN, BM), dtype=tl.float32)
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
@@ -108,7 +109,6 @@ def gated_projection_kernel(
         gate = sum_parts(gate_ptr, part_stride, offsets, inside, PARTS)
         factor = tl.load(factor_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         acc = tl.dot(w, (gelu_tanh(gate) * factor).to(w.dtype), acc, input_precision=PRECISION)
-    release_dependents()
     tl.store(y_ptr + m[None, :] * N + n[:, None], acc, mask=(m[None, :] < T) & (n[:, None] < N))
 
 

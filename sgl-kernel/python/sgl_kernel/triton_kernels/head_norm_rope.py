@@ -12,7 +12,8 @@ from sgl_kernel.triton_kernels.norm import sum_parts
 @triton.jit
 def head_norm_rope_kernel(
     x_ptr, w_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, loc_ptr, part_stride, num_inputs, value_input, eps,
-    PARTS: tl.constexpr, NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HAS_KV: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (T, NUM_Q + 2 NUM_KV): queries, then keys, then values. Values are normed without weight, not rotated."""
     row = tl.program_id(0).to(tl.int64)
@@ -26,6 +27,7 @@ def head_norm_rope_kernel(
     w0 = tl.where(is_value, 1.0, tl.load(weight_row + j, mask=mask, other=0.0).to(tl.float32))
     w1 = tl.where(is_value, 1.0, tl.load(weight_row + HALF + j, mask=mask, other=0.0).to(tl.float32))
     wait_for_inputs()
+    release_dependents()
     a = sum_parts(x, part_stride, j, mask, PARTS)
     b = sum_parts(x, part_stride, HALF + j, mask, PARTS)
     scale = tl.rsqrt((tl.sum(a * a, axis=0) + tl.sum(b * b, axis=0)) / (2 * HALF) + eps)
@@ -36,22 +38,18 @@ def head_norm_rope_kernel(
     cos = tl.where(is_value, 1.0, tl.load(cos_ptr + table, mask=mask, other=0.0).to(tl.float32))
     sin = tl.where(is_value, 0.0, tl.load(sin_ptr + HALF + table, mask=mask, other=0.0).to(tl.float32))
     first, second = a * cos - b * sin, b * cos + a * sin
-    release_dependents()
-    if head < NUM_Q:
-        out = q_ptr + (row * NUM_Q + head) * (2 * HALF) + j
-        tl.store(out, first.to(dtype), mask=mask)
-        tl.store(out + HALF, second.to(dtype), mask=mask)
-    else:
-        slot = tl.load(loc_ptr + row)
-        kv_head = (head - NUM_Q) % NUM_KV
-        offset = (slot * NUM_KV + kv_head) * (2 * HALF) + j
+    out = q_ptr + (row * NUM_Q + head) * (2 * HALF) + j
+    tl.store(out, first.to(dtype), mask=mask & (head < NUM_Q))
+    tl.store(out + HALF, second.to(dtype), mask=mask & (head < NUM_Q))
+    if HAS_KV:
+        kv_head = (head + NUM_KV - NUM_Q) % NUM_KV
+        offset = (tl.load(loc_ptr + row) * NUM_KV + kv_head) * (2 * HALF) + j
         kv_dtype = k_ptr.dtype.element_ty
-        if is_value:
-            tl.store(v_ptr + offset, first.to(kv_dtype), mask=mask)
-            tl.store(v_ptr + offset + HALF, second.to(kv_dtype), mask=mask)
-        else:
-            tl.store(k_ptr + offset, first.to(kv_dtype), mask=mask)
-            tl.store(k_ptr + offset + HALF, second.to(kv_dtype), mask=mask)
+        is_key = mask & (head >= NUM_Q) & (head < NUM_Q + NUM_KV)
+        tl.store(k_ptr + offset, first.to(kv_dtype), mask=is_key)
+        tl.store(k_ptr + offset + HALF, second.to(kv_dtype), mask=is_key)
+        tl.store(v_ptr + offset, first.to(kv_dtype), mask=mask & is_value)
+        tl.store(v_ptr + offset + HALF, second.to(kv_dtype), mask=mask & is_value)
 
 
 def head_norm_rope(heads, weights, cos, sin, num_kv, eps, k_buf=None, v_buf=None, loc=None):
@@ -64,7 +62,7 @@ def head_norm_rope(heads, weights, cos, sin, num_kv, eps, k_buf=None, v_buf=None
     buffers = (q, q, q) if num_kv == 0 else (k_buf, v_buf, loc)
     head_norm_rope_kernel[(rows, num_q + 2 * num_kv)](
         heads, weights, cos, sin, q, *buffers, rows * num_inputs * width, num_inputs, num_inputs - num_kv, eps,
-        PARTS=parts, NUM_Q=num_q, NUM_KV=max(1, num_kv), HALF=width // 2, BLOCK=next_power_of_2(width // 2),
+        PARTS=parts, NUM_Q=num_q, NUM_KV=max(1, num_kv), HAS_KV=num_kv > 0, HALF=width // 2, BLOCK=next_power_of_2(width // 2),
         **options(1 if width <= 256 else 2),
     )  # fmt: skip
     return q
@@ -102,13 +100,13 @@ def rope_tables_kernel(pos_ptr, freq_ptr, cos_ptr, sin_ptr, HALF: tl.constexpr, 
     mask = j < HALF
     freq = tl.load(freq_ptr + j, mask=mask, other=0.0)
     wait_for_inputs()
+    release_dependents()
     angle = tl.load(pos_ptr + row).to(tl.float32) * freq
     if ON_GPU:  # the approximate instructions lose all digits at large angles
         cos, sin = libdevice.cos(angle), libdevice.sin(angle)
     else:
         cos, sin = tl.cos(angle), tl.sin(angle)
     dtype = cos_ptr.dtype.element_ty
-    release_dependents()
     out = row * (2 * HALF) + j
     tl.store(cos_ptr + out, cos.to(dtype), mask=mask)
     tl.store(cos_ptr + out + HALF, cos.to(dtype), mask=mask)

@@ -16,12 +16,12 @@ from sgl_kernel.triton_kernels.common import (
     dot_precision,
     next_power_of_2,
     options,
-    prefetch_l2,
     release_dependents,
     wait_for_inputs,
 )
 
-_PREFETCH_PIECES = 128
+# what two programs on each of a H200's 132 multiprocessors come to, less some for an even load
+_PROGRAMS = 220
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,64 +42,64 @@ def rows_per_tile(num_rows):
 
 def choose_tile(n, k, num_rows, *, paired):
     """``split`` depends on the weight's shape only: it decides the order of summation."""
-    bm = rows_per_tile(num_rows)
-    split = 1 if paired else _split(n, k)
-    if bm > 32:
+    split = 1 if paired else choose_split(n, k)
+    if rows_per_tile(num_rows) > 32:
         return Tile(128, 64, 4, 8, split)
+    if k // split % 128 != 0:
+        return Tile(64, 64, 6, 4, split)
     return Tile(64, 128, 4, 4, split)
 
 
-def _split(n, k):
-    """Parts along K: about 160 programs of tiles of 64 rows, each with at least 256 columns."""
+def choose_split(n, k):
+    """Parts along K, each of at least 256 columns, so that there are not quite two programs per multiprocessor."""
     tiles = cdiv(n, 64)
-    split = 1
-    while split < 8 and tiles * split < 120 and k % (split * 2) == 0 and k // (split * 2) >= 256:
-        split *= 2
-    return split
+    allowed = [split for split in (1, 2, 3, 4, 5, 6, 8) if k % (split * 64) == 0 and k // split >= 256]
+    return min(allowed, key=lambda split: abs(tiles * split - _PROGRAMS), default=1)
 
 
 @triton.jit
-def _accumulate(
-    acc, x_ptr, w_ptr, rows_n, rows_m, k_start, k_end, K, stride_x,
-    BK: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+def _load(rows, cols, limit, EVEN_K: tl.constexpr):
+    if EVEN_K:
+        return tl.load(rows + cols)
+    return tl.load(rows + cols, mask=cols < limit, other=0.0)
+
+
+@triton.jit
+def _product(
+    x_ptr, w_ptr, rows_n, rows_m, k_start, k_end, K, stride_x,
+    BN: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc [BN, BM] += W[rows_n, k_start:k_end] @ x[rows_m, k_start:k_end]^T."""
+    """W[rows_n, k_start:k_end] @ x[rows_m, k_start:k_end]^T, [BN, BM] float32, summed over k in ascending order."""
     k = tl.arange(0, BK)
     w_rows = w_ptr + rows_n.to(tl.int64)[:, None] * K
     x_rows = x_ptr + rows_m.to(tl.int64)[None, :] * stride_x
+    wait_for_inputs()
+    release_dependents()
+    acc = tl.zeros((BN, BM), dtype=tl.float32)
     for start in range(k_start, k_end, BK):
-        cols = start + k
-        if EVEN_K:
-            w = tl.load(w_rows + cols[None, :])
-            x = tl.load(x_rows + cols[:, None])
-        else:
-            w = tl.load(w_rows + cols[None, :], mask=cols[None, :] < k_end, other=0.0)
-            x = tl.load(x_rows + cols[:, None], mask=cols[:, None] < k_end, other=0.0)
+        w = _load(w_rows, (start + k)[None, :], k_end, EVEN_K)
+        x = _load(x_rows, (start + k)[:, None], k_end, EVEN_K)
         acc = tl.dot(w, x, acc, input_precision=PRECISION)
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def parts_kernel(
-    x_ptr, w_ptr, y_ptr, T, N, K, k_split, stride_x, prefetch_bytes,
-    BN: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-    PIECES: tl.constexpr,
+    x_ptr, w_ptr, y_ptr, T, N, K, k_split, stride_x,
+    BN: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y[s, t, n] = sum over part s of K of x[t, k] w[n, k]. Grid: (row tiles, weight tiles, parts)."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     part = tl.program_id(2)
-    wait_for_inputs()
-    acc = tl.zeros((BN, BM), dtype=tl.float32)
     k_start = part * k_split
     k_end = tl.minimum(k_start + k_split, K)
-    rows_n, rows_m = tl.minimum(n, N - 1), tl.minimum(m, T - 1)
-    acc = _accumulate(acc, x_ptr, w_ptr, rows_n, rows_m, k_start, k_end, K, stride_x, BK, EVEN_K, PRECISION)
-    if PIECES > 0:
-        program = (part * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-        total = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-        prefetch_l2(w_ptr + N.to(tl.int64) * K, prefetch_bytes, program, total, PIECES)
-    release_dependents()
+    acc = _product(
+        x_ptr, w_ptr, tl.minimum(n, N - 1), tl.minimum(m, T - 1), k_start, k_end, K, stride_x,
+        BN, BK, BM, EVEN_K, PRECISION,
+    )  # fmt: skip
     y = y_ptr + (part.to(tl.int64) * T + m.to(tl.int64)[None, :]) * N + n[:, None]
     tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=(m[None, :] < T) & (n[:, None] < N))
 
@@ -113,11 +113,11 @@ def gelu_tanh(x):
     return 0.5 * x * (1.0 + tl.where(inner < 0.0, -t, t))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gate_up_kernel(
-    x_ptr, w_ptr, y_ptr, T, N, K, stride_x, prefetch_bytes,
-    BN: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-    PIECES: tl.constexpr,
+    x_ptr, w_ptr, y_ptr, T, N, K, stride_x,
+    BN: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y[t, n] = gelu_tanh(x w[n]) * (x w[N + n]); N is the width of the result. Grid: (row tiles, weight tiles).
 
@@ -127,15 +127,10 @@ def gate_up_kernel(
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     r = tl.arange(0, BN)
     column = tl.minimum(tl.program_id(1) * HALF + r % HALF, N - 1)
-    rows_n = tl.where(r < HALF, column, column + N)
-    wait_for_inputs()
-    acc = tl.zeros((BN, BM), dtype=tl.float32)
-    acc = _accumulate(acc, x_ptr, w_ptr, rows_n, tl.minimum(m, T - 1), 0, K, K, stride_x, BK, EVEN_K, PRECISION)
-    if PIECES > 0:
-        program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        total = tl.num_programs(0) * tl.num_programs(1)
-        prefetch_l2(w_ptr + 2 * N.to(tl.int64) * K, prefetch_bytes, program, total, PIECES)
-    release_dependents()
+    acc = _product(
+        x_ptr, w_ptr, tl.where(r < HALF, column, column + N), tl.minimum(m, T - 1), 0, K, K, stride_x,
+        BN, BK, BM, EVEN_K, PRECISION,
+    )  # fmt: skip
     gate, up = tl.split(tl.permute(tl.reshape(acc, (2, HALF, BM)), (1, 2, 0)))
     n = tl.program_id(1) * HALF + tl.arange(0, HALF)
     y = y_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
@@ -154,19 +149,13 @@ def check(x, weight):
         raise ValueError(f"x is {x.dtype} on {x.device}, the weight {weight.dtype} on {weight.device}: they must agree")
 
 
-def _pieces(num_bytes, num_programs):
-    """Size of a program's prefetch vector: 0, or one that covers its share."""
-    share = cdiv(num_bytes // 2048, num_programs)
-    return 0 if share == 0 else max(_PREFETCH_PIECES, next_power_of_2(share))
-
-
-def linear_parts(x, weight, prefetch_bytes=0, tile=None):
-    """``x`` [T, K], ``weight`` [N, K] -> [S, T, N] float32. Asks the L2 cache for what lies behind the weight."""
+def linear_parts(x, weight, tile=None):
+    """``x`` [T, K], ``weight`` [N, K] -> [S, T, N] float32."""
     check(x, weight)
     (t, k), n = x.shape, weight.shape[0]
     tile = tile or choose_tile(n, k, t, paired=False)
     y = torch.empty((tile.split, t, n), dtype=torch.float32, device=x.device)
-    _launch_parts(x, weight, y, tile, prefetch_bytes)
+    _launch_parts(x, weight, y, tile)
     return y
 
 
@@ -176,34 +165,34 @@ def linear(x, weight, tile=None):
     (t, k), n = x.shape, weight.shape[0]
     tile = tile or choose_tile(n, k, t, paired=True)
     y = torch.empty((t, n), dtype=x.dtype, device=x.device)
-    _launch_parts(x, weight, y, tile, 0)
+    _launch_parts(x, weight, y, tile)
     return y
 
 
-def _launch_parts(x, weight, y, tile, prefetch_bytes):
+def _launch_parts(x, weight, y, tile):
     (t, k), n = x.shape, weight.shape[0]
     bm = rows_per_tile(t)
     k_split = cdiv(k, tile.split)
+    even = k % tile.split == 0 and k_split % tile.bk == 0
     grid = (cdiv(t, bm), cdiv(n, tile.bn), tile.split)
     parts_kernel[grid](
-        x, weight, y, t, n, k, k_split, x.stride(0), prefetch_bytes,
-        BN=tile.bn, BK=tile.bk, BM=bm, EVEN_K=k % tile.split == 0 and k_split % tile.bk == 0,
-        PRECISION=dot_precision(x.dtype), PIECES=_pieces(prefetch_bytes, grid[0] * grid[1] * grid[2]),
-        **options(tile.warps, tile.stages),
+        x, weight, y, t, n, k, k_split, x.stride(0),
+        BN=tile.bn, BK=tile.bk, BM=bm, EVEN_K=even,
+        PRECISION=dot_precision(x.dtype), **options(tile.warps, tile.stages),
     )  # fmt: skip
 
 
-def gate_up_gelu(x, weight, prefetch_bytes=0, tile=None):
+def gate_up_gelu(x, weight, tile=None):
     """``x`` [T, K], ``weight`` [2N, K], gate rows first -> gelu_tanh(gate) * up, [T, N] in the dtype of ``x``."""
     check(x, weight)
     (t, k), n = x.shape, weight.shape[0] // 2
     tile = tile or choose_tile(2 * n, k, t, paired=True)
     bm = rows_per_tile(t)
     y = torch.empty((t, n), dtype=x.dtype, device=x.device)
-    grid = (cdiv(t, bm), cdiv(n, tile.bn // 2))
-    gate_up_kernel[grid](
-        x, weight, y, t, n, k, x.stride(0), prefetch_bytes,
-        BN=tile.bn, BK=tile.bk, BM=bm, EVEN_K=k % tile.bk == 0, PRECISION=dot_precision(x.dtype),
-        PIECES=_pieces(prefetch_bytes, grid[0] * grid[1]), **options(tile.warps, tile.stages),
+    even = k % tile.bk == 0
+    gate_up_kernel[(cdiv(t, bm), cdiv(n, tile.bn // 2))](
+        x, weight, y, t, n, k, x.stride(0),
+        BN=tile.bn, BK=tile.bk, BM=bm, EVEN_K=even,
+        PRECISION=dot_precision(x.dtype), **options(tile.warps, tile.stages),
     )  # fmt: skip
     return y

@@ -39,6 +39,7 @@ def norm_chain_kernel(
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     wait_for_inputs()
+    release_dependents()
     s = sum_parts(x_ptr, part_stride, row, mask, PARTS)
     if HAS_WEIGHT:
         s = (s * inverse_rms(s, width, eps) * weight).to(dtype).to(tl.float32)
@@ -49,7 +50,6 @@ def norm_chain_kernel(
     s = s.to(dtype).to(tl.float32)
     if NUM_NEXT > 0:
         normed = s * inverse_rms(s, width, eps)
-    release_dependents()
     if STORE_SUM:
         tl.store(sum_ptr + row, s.to(dtype), mask=mask)
     if NUM_NEXT > 0:
@@ -70,6 +70,7 @@ def weightless_norm_kernel(x_ptr, y_ptr, width, eps, BLOCK: tl.constexpr):
     mask = cols < width
     row = tl.program_id(0).to(tl.int64) * width + cols
     wait_for_inputs()
+    release_dependents()
     x = tl.load(x_ptr + row, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + row, (x * inverse_rms(x, width, eps)).to(y_ptr.dtype.element_ty), mask=mask)
 
