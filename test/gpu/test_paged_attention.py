@@ -1,0 +1,125 @@
+"""Paged attention on a GPU: the shapes of the five model sizes, long contexts, graphs, bitwise repeatability."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fixtures.attention_cases import SIZES, Problem, attend, make_problem, pick
+from sgl_kernel.paged_attention import HeadKind, paged_attention, plan_paged_attention
+
+pytestmark = pytest.mark.cuda
+
+BF16 = torch.bfloat16
+TOLERANCE = {torch.float32: 2e-5, BF16: 1e-2, torch.float16: 2e-3}
+KINDS = {
+    f"{size} {'full' if window is None else 'sliding'}": HeadKind(heads, kv_heads, width, BF16, window)
+    for size, kinds in SIZES.items()
+    for heads, kv_heads, width, window in kinds
+}
+each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+COMMITTED = (0, 1, 300, 1023, 2047, 9000)
+
+
+def _check(problem: Problem) -> torch.Tensor:
+    got = attend(problem)
+    expected = problem.expected()
+    error = float((got.float() - expected).norm() / expected.norm())
+    assert error < TOLERANCE[problem.kind.dtype], (problem.kind, problem.rows.q_lens, error)
+    return got
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 6, 16])
+@each_kind
+def test_split(kind: HeadKind, num_rows: int) -> None:
+    _check(make_problem(kind, COMMITTED, [num_rows] * len(COMMITTED), device="cuda"))
+    if num_rows == 1:
+        _check(make_problem(kind, COMMITTED, [1] * len(COMMITTED), device="cuda", drafting=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [16, 32, 64, 128, 256, 512])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (3, 3), (16, 2), (16, 1)])
+def test_other_widths(heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> None:
+    for window in (None, 100):
+        kind = HeadKind(heads, kv_heads, width, dtype, window)
+        _check(make_problem(kind, (0, 70, 333), [3] * 3, device="cuda"))
+        _check(make_problem(kind, (0, 70, 333), [1, 200, 31], device="cuda", is_extend=True))
+
+
+@each_kind
+def test_long_context(kind: HeadKind) -> None:
+    """128k keys; on full layers a window as wide would see the same."""
+    _check(make_problem(kind, (131_000, 40_000), [4] * 2, device="cuda"))
+
+
+@each_kind
+def test_extend(kind: HeadKind) -> None:
+    problem = make_problem(kind, (0, 5, 1500, 3000), (1, 700, 333, 2100), device="cuda", is_extend=True)
+    got = _check(problem)
+    for requests, keep in (([1], slice(None)), ([3, 2], slice(0, 150)), ([2, 3], slice(150, None)), ([0], slice(0, 1))):
+        part, chosen = pick(problem, requests, keep)
+        assert torch.equal(attend(part), got[chosen])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@each_kind
+def test_split_rows_do_not_depend_on_others(kind: HeadKind, dtype: torch.dtype) -> None:
+    """Bitwise: decode, verification of any width, alone or in a batch; and a plan for longer requests."""
+    problem = make_problem(replace(kind, dtype=dtype), COMMITTED, [6] * len(COMMITTED), device="cuda")
+    got = attend(problem)
+    for keep in (slice(0, 1), slice(2, 3), slice(5, 6), slice(1, 5), slice(0, 4)):
+        part, chosen = pick(problem, range(len(COMMITTED)), keep)
+        assert torch.equal(attend(part), got[chosen]), keep
+    for b in range(len(COMMITTED)):
+        part, chosen = pick(problem, [b])
+        assert torch.equal(attend(part), got[chosen]), b
+    assert torch.equal(attend(replace(problem, rows=replace(problem.rows, max_kv_len=131_072))), got)
+
+
+@each_kind
+def test_a_chain_as_a_tree_is_the_chain(kind: HeadKind) -> None:
+    num_rows, batch = 4, len(COMMITTED)
+    problem = make_problem(kind, COMMITTED, [num_rows] * batch, device="cuda")
+    chain = torch.ones(batch, num_rows, num_rows, dtype=torch.uint8, device="cuda").tril()
+    as_tree = replace(problem, rows=replace(problem.rows, tree_mask=chain))
+    assert torch.equal(attend(as_tree), attend(problem))
+    branches = chain.clone()
+    branches[:, 2:, 1] = 0
+    _check(replace(problem, rows=replace(problem.rows, tree_mask=branches)))
+
+
+@each_kind
+def test_hundred_runs_give_the_same_bytes(kind: HeadKind) -> None:
+    for problem in (
+        make_problem(kind, COMMITTED, [4] * len(COMMITTED), device="cuda"),
+        make_problem(kind, (0, 700), (900, 300), device="cuda", is_extend=True),
+    ):
+        first = attend(problem)
+        assert all(torch.equal(attend(problem), first) for _ in range(99))
+
+
+@each_kind
+def test_captured_with_later_lengths(kind: HeadKind) -> None:
+    """A graph captured at one set of lengths serves any other, planning included."""
+    batch, num_rows = 3, 4
+    later = make_problem(kind, (5, 2500, 700), [num_rows] * batch, device="cuda", max_kv_len=4096)
+    rows = replace(later.rows, kv_lens=torch.full_like(later.rows.kv_lens, num_rows))
+    rows = replace(rows, positions=torch.arange(num_rows, device="cuda").repeat(batch))
+
+    def run() -> torch.Tensor:
+        work = plan_paged_attention(rows, kind)
+        return paged_attention(later.q, later.key, later.value, rows, kind, work)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for problem in (later, pick(later, [1, 1, 0])[0]):
+        rows.kv_lens.copy_(problem.rows.kv_lens)
+        rows.positions.copy_(problem.rows.positions)
+        rows.req_rows.copy_(problem.rows.req_rows)
+        graph.replay()
+        assert torch.equal(out, attend(replace(problem, q=later.q)))
