@@ -24,10 +24,10 @@ from sgl_kernel.linear import gate_up_gelu, gated_projection, linear, linear_par
 from sgl_kernel.moe import experts, route
 from sgl_kernel.norm import add_norm
 from sgl_kernel.rope import rope_tables
-from sgl_kernel.spec_tree import accept_chain
+from sgl_kernel.sampling import choose_tokens
+from sgl_kernel.spec_tree import accept_and_gather
 from sglang.srt.configs.model_config import LayerKVSpec, TextConfig
 from sglang.srt.configs.registries import ATTENTION_BACKENDS, load_entry
-from sglang.srt.layers.sampler import sample_tokens
 from sglang.srt.mem_cache.kv_pool import LayerKV
 from sglang.srt.model_executor.forward_batch_info import AttnGeometry, HostLens
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -362,26 +362,33 @@ def sampling_cases(bench: Bench) -> Iterator[Case]:
     }
     for name, params in controls.items():
         info = SamplingBatchInfo.from_params([params] * rows, list(range(rows)), torch.device(bench.device))
+        filters = (info.top_ks, info.top_ps, info.min_ps)
+
+        def choose(
+            logits: Any, positions: Any, info: SamplingBatchInfo = info, filters: tuple[Any, ...] = filters
+        ) -> object:
+            return choose_tokens(logits, info.greedy, info.temperatures, info.seeds, positions, *filters)
+
         yield Case(
             f"{name} {vocab}",
             rows,
             0,
             lambda: (bench.rand(rows, vocab) * vocab**0.5, bench.arange(rows)),
-            lambda logits, positions, info=info: sample_tokens(logits, info, positions, 1),
+            choose,
             rows * vocab * bench.dtype.itemsize,
             vendor=lambda logits, positions: logits.argmax(dim=-1),
         )
 
 
 def accept_cases(bench: Bench) -> Iterator[Case]:
-    width = bench.pair.num_steps + 1
+    rows, width, hidden = bench.rows, bench.pair.num_steps + 1, bench.text.hidden_size
     yield Case(
-        f"accept {width}",
-        bench.rows,
+        f"accept {width}x{hidden}",
+        rows,
         0,
-        lambda: (bench.ids(2, bench.rows, width), bench.ids(2, bench.rows, width)),
-        accept_chain,
-        2 * 8 * bench.rows * width,
+        lambda: (bench.ids(2, rows, width), bench.ids(2, rows, width), bench.rand(rows * width, hidden)),
+        accept_and_gather,
+        2 * 8 * rows * width + 2 * rows * hidden * bench.dtype.itemsize,
     )
 
 
