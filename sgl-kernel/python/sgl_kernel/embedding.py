@@ -10,7 +10,7 @@ from sgl_kernel.norm import rmsnorm
 
 
 def embed(ids: torch.Tensor, table: torch.Tensor, scale: float, beside: torch.Tensor | None = None) -> torch.Tensor:
-    """``table[ids] * scale``: ``ids`` [T] int64, ``table`` [V, D] -> [T, D], or [T, 2 D] with ``beside`` on the right."""
+    """``table[ids] * scale``: ``ids`` [T] int64, ``table`` [V, D] -> [T, D]; with ``beside`` [T, D] on the right."""
     if ids.is_cuda:
         return triton_kernels("embedding").embed(ids, table, scale, beside)
     return embed_torch(ids, table, scale, beside)

@@ -1,7 +1,8 @@
 """Products with a weight stored [N, K], for any number of rows.
 
-*Parts*: where a consumer sums anyway, a product may be left as ``[S, T, N]`` float32, to be summed over S in order. ``[T, N]`` is a product in one part. S depends on the weight's shape only, so a row's sum is formed alike whatever
-the rows beside it.
+*Parts*: where a consumer sums anyway, a product may be left as ``[S, T, N]`` float32, to be summed over S in order.
+``[T, N]`` is a product in one part. S depends on the weight's shape only, so a row's sum is formed alike whatever the
+rows beside it.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Linear:
         return linear(x, self.weight, row_invariant=self._row_invariant)
 
     def parts(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [T, in] -> [T, out], or parts [S, T, out] float32 for the consumer to sum (see ``sgl_kernel.linear``)."""
+        """``x`` [T, in] -> [T, out], or parts [S, T, out] float32 that the consumer sums; see ``sgl_kernel.linear``."""
         if self._packed is not None:
             return packed_linear(x, self._packed)
         return linear_parts(x, self.weight, row_invariant=self._row_invariant)

@@ -25,7 +25,9 @@ class ModelRunner:
         self.device = device
         self.dtype: torch.dtype = getattr(torch, load.dtype)
         start = time.perf_counter()
-        self.model: Any = load_entry(MODELS, config.architecture)(config, self.dtype, device.torch_device)
+        self.model: Any = load_entry(MODELS, config.architecture)(
+            config, self.dtype, device.torch_device, row_invariant=load.deterministic
+        )
         if load.load_format == "dummy":
             self.weight_bytes = load_dummy_weights(self.model)
         else:

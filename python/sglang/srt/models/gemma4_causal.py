@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sgl_kernel.embedding import per_layer_inputs
+from sgl_kernel.head_argmax import head_argmax
 from sgl_kernel.head_norm_rope import query_norm_rope
 from sgl_kernel.linear import linear
 from sgl_kernel.norm import sum_norm
@@ -302,10 +303,13 @@ class Gemma4ForCausalLM:
 
     weight_prefix = "model."
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, row_invariant: bool = False
+    ) -> None:
+        """``row_invariant``: no row's result may depend on the rows computed with it."""
         text = config.text
-        build = Build(text, dtype, device)
-        self._build = build
+        build = Build(text, dtype, device, row_invariant)
+        self._row_invariant = row_invariant
         self.text = text
         self.kv_layout = text.kv_layout
         self.embed_tokens = ScaledEmbedding(text.vocab_size, text.hidden_size, text.hidden_size**0.5, dtype, device)
@@ -324,7 +328,10 @@ class Gemma4ForCausalLM:
         """The most likely token after each row whose logits are wanted, [R] int64, without forming logits on a GPU;
         and the hidden states [T, D] after the final norm."""
         hidden, fb = self._hidden(fb)
-        return self.logits_processor(hidden, self._head, fb).next_token_logits.argmax(dim=-1), hidden
+        if not hidden.is_cuda:
+            return self.logits_processor(hidden, self._head, fb).next_token_logits.argmax(dim=-1), hidden
+        rows = hidden if fb.logits_rows is None else hidden[fb.logits_rows]
+        return head_argmax(rows, self.lm_head, self.text.final_logit_softcapping)[0], hidden
 
     def _hidden(self, fb: ForwardBatch) -> tuple[torch.Tensor, ForwardBatch]:
         """Hidden states after the final norm, and the batch whose rows they are."""
@@ -341,7 +348,7 @@ class Gemma4ForCausalLM:
     def _head(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed_head is not None:
             return packed_linear(x, self._packed_head)
-        return linear(x, self.lm_head, row_invariant=self._build.row_invariant)
+        return linear(x, self.lm_head, row_invariant=self._row_invariant)
 
     def _keep_tail(
         self, stream: Stream, ple: torch.Tensor | None, fb: ForwardBatch

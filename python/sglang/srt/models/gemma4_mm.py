@@ -23,8 +23,10 @@ _PAD_TOKEN_ID = 0
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
     weight_prefix = "model.language_model."
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(config, dtype, device)
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, row_invariant: bool = False
+    ) -> None:
+        super().__init__(config, dtype, device, row_invariant=row_invariant)
         # media placeholders have no embedding of their own: where no image or sound takes their place they are padding
         self._text_ids = torch.arange(config.text.vocab_size, device=device)
         self._text_ids[[token_id for _, token_id in config.media_token_ids]] = _PAD_TOKEN_ID

@@ -10,6 +10,7 @@ from collections.abc import Collection
 import torch
 
 from sgl_kernel.centroid_head import centroid_argmax
+from sgl_kernel.head_argmax import head_argmax
 from sgl_kernel.packed_linear import PackedWeight, has_panels, pack_weight
 from sglang.srt.configs.model_config import KVLayout, ModelConfig
 from sglang.srt.layers.vocab_embedding import ScaledEmbedding
@@ -70,7 +71,7 @@ class PlainHead:
 
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` [B, D] -> [B] int64."""
-        return torch.nn.functional.linear(hidden, self.weight).argmax(dim=-1)
+        return head_argmax(hidden, self.weight, None)[0]
 
     def weight_slots(self) -> WeightSlots:
         return {"model.embed_tokens.weight": self.weight}
@@ -114,10 +115,12 @@ class CentroidHead:
 class Gemma4AssistantForCausalLM:
     """Drafts one token per forward, from the newest token and a hidden state. Owns no KV and writes none."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, row_invariant: bool = False
+    ) -> None:
         assistant = config.assistant
         assert assistant is not None, f"{config.architecture} is not an assistant"
-        build = Build(config.text, dtype, device)
+        build = Build(config.text, dtype, device, row_invariant)
         hidden, backbone = config.text.hidden_size, assistant.backbone_hidden_size
         self.pre_projection = build.linear(2 * backbone, hidden)
         self.stack = DecoderStack(build)

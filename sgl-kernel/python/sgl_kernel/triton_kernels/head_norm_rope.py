@@ -62,7 +62,8 @@ def head_norm_rope(heads, weights, cos, sin, num_kv, eps, k_buf=None, v_buf=None
     buffers = (q, q, q) if num_kv == 0 else (k_buf, v_buf, loc)
     head_norm_rope_kernel[(rows, num_q + 2 * num_kv)](
         heads, weights, cos, sin, q, *buffers, rows * num_inputs * width, num_inputs, num_inputs - num_kv, eps,
-        PARTS=parts, NUM_Q=num_q, NUM_KV=max(1, num_kv), HAS_KV=num_kv > 0, HALF=width // 2, BLOCK=next_power_of_2(width // 2),
+        PARTS=parts, NUM_Q=num_q, NUM_KV=max(1, num_kv), HAS_KV=num_kv > 0, HALF=width // 2,
+        BLOCK=next_power_of_2(width // 2),
         **options(1 if width <= 256 else 2),
     )  # fmt: skip
     return q
