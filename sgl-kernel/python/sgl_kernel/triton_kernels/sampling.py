@@ -110,15 +110,17 @@ def _goal(
     MASS: tl.constexpr, HAS_TOP_K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """What the tokens from the threshold on must reach, and a threshold that is known to reach it (or -1)."""
+    known = tl.full((), -1, dtype=tl.int32)
     if not MASS:
-        return tl.load(top_k_ptr + request).to(tl.float32), -1
-    top_p = tl.load(top_p_ptr + request)
-    if not HAS_TOP_K:
-        return top_p, -1
-    threshold, _, kept = _kept_by_top_k(
-        k_threshold_ptr, k_count_ptr, k_mass_ptr, top_k_ptr, row, request, num_blocks, BLOCKS
-    )
-    return top_p * kept, threshold
+        goal = tl.load(top_k_ptr + request).to(tl.float32)
+    elif not HAS_TOP_K:
+        goal = tl.load(top_p_ptr + request)
+    else:
+        known, _, kept = _kept_by_top_k(
+            k_threshold_ptr, k_count_ptr, k_mass_ptr, top_k_ptr, row, request, num_blocks, BLOCKS
+        )
+        goal = tl.load(top_p_ptr + request) * kept
+    return goal, known
 
 
 @triton.jit
