@@ -5,8 +5,6 @@ and the sum over K of one output element is formed in the same order for every n
 along K so that all multiprocessors read; the parts are summed by whoever consumes them, which saves a launch.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -19,35 +17,29 @@ from sgl_kernel.triton_kernels.common import (
     release_dependents,
     wait_for_inputs,
 )
+from sgl_kernel.triton_kernels.tiles import TILES, Tile
 
 # what two programs on each of a H200's 132 multiprocessors come to, less some for an even load
 _PROGRAMS = 220
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """BN rows of the weight by BK columns, for BM rows of x; ``split`` parts along K."""
-
-    bn: int
-    bk: int
-    stages: int
-    warps: int
-    split: int
-
-
 def rows_per_tile(num_rows):
     """BM. Rows beyond the largest tile read the weight again, from the L2 cache."""
-    return min(128, max(16, next_power_of_2(num_rows)))
+    return min(256, max(16, next_power_of_2(num_rows)))
 
 
 def choose_tile(n, k, num_rows, *, paired):
     """``split`` depends on the weight's shape only: it decides the order of summation."""
+    tile = TILES.get((n, k, paired)) or _default_tile(n, k, paired)
+    bm = rows_per_tile(num_rows)
+    if bm > 32:
+        return Tile(128, 64, 3, 8, tile.split) if bm > 64 else Tile(64, 64, 4, 4, tile.split)
+    return tile
+
+
+def _default_tile(n, k, paired):
     split = 1 if paired else choose_split(n, k)
-    if rows_per_tile(num_rows) > 32:
-        return Tile(128, 64, 4, 8, split)
-    if k // split % 128 != 0:
-        return Tile(64, 64, 6, 4, split)
-    return Tile(64, 128, 4, 4, split)
+    return Tile(64, 128, 4, 4, split) if k // split % 128 == 0 else Tile(64, 64, 6, 4, split)
 
 
 def choose_split(n, k):
