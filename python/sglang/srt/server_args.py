@@ -214,7 +214,7 @@ class ServerArgs:
         "text",
         _RUNTIME,
         choices=tuple(ATTENTION_BACKENDS),
-        default_note="torch_native",
+        default_note="triton on CUDA, torch_native on a CPU",
     )
     disable_cuda_graph: bool = arg(
         False,
@@ -530,7 +530,7 @@ def resolve_server_args(args: ServerArgs) -> ServerArgs:
         device=device,
         dtype=_resolve_dtype(args.dtype, device, config),
         random_seed=secrets.randbelow(1 << 30) if args.random_seed is None else args.random_seed,
-        attention_backend=args.attention_backend or "torch_native",
+        attention_backend=args.attention_backend or ("triton" if device == "cuda" else "torch_native"),
         **_resolve_sizes(args, device, config),
     )
     return _resolve_speculation(_resolve_graphs(resolved), config)

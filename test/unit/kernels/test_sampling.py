@@ -146,8 +146,8 @@ def test_rows_of_a_block_draw_what_plain_rows_draw() -> None:
     logits = torch.randn(len(params) * width, 50, generator=generator)
     positions = torch.arange(len(params) * width) * 7
     device = torch.device("cpu")
-    block = sample_tokens(logits, SamplingBatchInfo.from_params(params, seeds, device), positions, width)
+    block = sample_tokens(logits, SamplingBatchInfo.from_params(params, seeds, device), positions)
     for row in range(len(logits)):
         b = row // width
         info = SamplingBatchInfo.from_params(params[b : b + 1], seeds[b : b + 1], device)
-        assert sample_tokens(logits[row : row + 1], info, positions[row : row + 1], 1).item() == block[row]
+        assert sample_tokens(logits[row : row + 1], info, positions[row : row + 1]).item() == block[row]

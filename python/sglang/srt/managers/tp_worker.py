@@ -95,7 +95,7 @@ class TpModelWorker:
         last_rows = torch.zeros((len(batch.reqs), 1), dtype=torch.int64, device=self._device)
         apply_logit_controls(out.next_token_logits, batch.reqs, last_rows)
         last = self._tensor(np.array([s + n - 1 for s, n in zip(starts, batch.extend_lens, strict=True)]))
-        return sample_tokens(out.next_token_logits, batch.sampling_info, last, 1), out.hidden_states
+        return sample_tokens(out.next_token_logits, batch.sampling_info, last), out.hidden_states
 
     def describe(self) -> dict[str, object]:
         """Facts for the start-up log and ``/server_info``."""
@@ -142,7 +142,7 @@ class TpModelWorker:
         positions = self._tensor(np.concatenate([np.arange(s, e) for s, e in zip(starts, ends, strict=True)]))
         locs = [self.kv_manager.locs(kv, s, e) for kv, s, e in zip(kvs, starts, ends, strict=True)]  # type: ignore[arg-type]
         req_rows = self._tensor(np.array([kv.req_pool_idx for kv in kvs]))  # type: ignore[union-attr]
-        geometry = AttnGeometry.from_host(req_rows, positions, q_lens, HostLens(ends, starts))
+        geometry = AttnGeometry.from_host(req_rows, positions, q_lens, HostLens(ends, starts), is_extend=True)
         logits_rows, tail = self._tensor(np.cumsum(q_lens) - 1), None
         text = self.runner.config.text
         if text.first_kv_shared_layer < text.num_layers:
@@ -167,7 +167,7 @@ class TpModelWorker:
         assert geometry.host is not None
         ends = geometry.host.kv_lens
         host = HostLens(ends, tuple(end - 1 for end in ends))
-        last = replace(geometry, positions=positions, q_lens_cpu=(1,) * len(ends), host=host)
+        last = replace(geometry, positions=positions, q_lens_cpu=(1,) * len(ends), host=host, is_extend=False)
         batch = ForwardBatch(
             mode=ForwardMode.DECODE,
             input_ids=input_ids[rows],

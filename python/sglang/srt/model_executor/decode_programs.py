@@ -81,7 +81,7 @@ class TargetForward:
             assert step.batch is not None, "only a step that is not captured can edit logits"
             apply_logit_controls(out.next_token_logits, step.batch.reqs, input_ids.view(step.size, self._width))
         info = rows.sampling_info() if step.batch is None else step.batch.sampling_info
-        return sample_tokens(out.next_token_logits, info, fb.positions, self._width), out.hidden_states
+        return sample_tokens(out.next_token_logits, info, fb.positions), out.hidden_states
 
     def _forward_batch(self, rows: DecodeRows, input_ids: torch.Tensor, step: Step) -> ForwardBatch:
         positions = rows.committed_lens[:, None] + self._offsets

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sgl_kernel.spec_tree import accept_chain
+from sgl_kernel.spec_tree import accept_and_gather
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphProgram, Step
 from sglang.srt.model_executor.decode_programs import VerifyBuffers, committed_lens
@@ -22,6 +22,7 @@ from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPContext, Frozen
 from sglang.srt.speculative.frozen_kv_mtp_utils import (
     expand_for_topk_draft,
     frozen_kv_target_view,
+    simulated_accept_lens,
     target_kv_pool_view,
     with_tokens,
 )
@@ -87,23 +88,29 @@ class FrozenKVMTPDraftProgram:
 
 
 class FrozenKVMTPAcceptProgram:
-    """How much of each chain the target agrees with, and from there the rows and the seed of the next round."""
+    """How much of each chain the target agrees with, and from there the rows and the seed of the next round.
+
+    ``simulated_len``: accept so many tokens per round on average, whatever the target says; for measurements only.
+    """
 
     name = "accept"
     samples = False
 
-    def __init__(self, rows: DecodeRows, out: FrozenKVMTPInputBuffers) -> None:
+    def __init__(self, rows: DecodeRows, out: FrozenKVMTPInputBuffers, simulated_len: float | None) -> None:
         self._rows = rows
         self._out = out
+        self._simulated_len = simulated_len
 
     def run(self, step: Step) -> None:
         rows, out = self._rows.first(step.size), self._out.first(step.size)
-        accept_lens = accept_chain(out.draft_tokens, out.target_tokens)
-        last = (accept_lens - 1)[:, None]
+        forced = None
+        if self._simulated_len is not None:
+            forced = simulated_accept_lens(self._simulated_len, rows.seeds, rows.committed_lens)
+        hidden = out.verify_hidden.view(-1, out.hidden_states.shape[1])
+        accept_lens, bonus, seed = accept_and_gather(out.draft_tokens, out.target_tokens, hidden, forced)
         torch.cat((out.target_tokens, accept_lens[:, None]), dim=1, out=out.result)
-        rows.bonus_tokens.copy_(out.target_tokens.gather(1, last).squeeze(1))
-        hidden = out.verify_hidden.gather(1, last[:, :, None].expand(-1, -1, out.hidden_states.shape[1]))
-        out.hidden_states.copy_(hidden.squeeze(1))
+        rows.bonus_tokens.copy_(bonus)
+        out.hidden_states.copy_(seed)
         rows.committed_lens.addcmul_(accept_lens, rows.live)
 
 

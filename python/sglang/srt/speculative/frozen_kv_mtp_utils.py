@@ -5,10 +5,12 @@ All of them make new values; a draft never edits a batch it was given.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 
+from sgl_kernel.sampling import exponential_noise
 from sglang.srt.model_executor.forward_batch_info import (
     AttnGeometry,
     AttnPlan,
@@ -87,3 +89,15 @@ def target_kv_pool_view(
 def with_tokens(fb: ForwardBatch, input_ids: torch.Tensor) -> ForwardBatch:
     """The next iteration of a draft: same positions, same plan, the tokens just drafted."""
     return replace(fb, input_ids=input_ids)
+
+
+def simulated_accept_lens(mean: float, seeds: torch.Tensor, committed_lens: torch.Tensor) -> torch.Tensor:
+    """Accept lengths that are ``mean`` on average, [B] int64, without asking the target.
+
+    A row's is the whole number below or above the mean, drawn by ``seeds`` and ``committed_lens`` [B] int64.
+    """
+    whole = math.floor(mean)
+    if whole == mean:
+        return torch.full_like(committed_lens, whole)
+    draws = exponential_noise(seeds, committed_lens, torch.zeros(1, dtype=torch.int64, device=seeds.device))
+    return whole + (torch.exp(-draws[:, 0]) < mean - whole).to(torch.int64)

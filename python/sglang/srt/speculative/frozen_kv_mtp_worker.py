@@ -9,6 +9,8 @@ Shapes: B requests, S draft steps, N = S + 1 rows per request, H hidden width of
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -32,7 +34,9 @@ from sglang.srt.speculative.frozen_kv_mtp_cuda_graph_runner import (
 )
 from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPDraftInput, FrozenKVMTPVerifyInput
 from sglang.srt.speculative.spec_info import SpecCapabilities
-from sglang.srt.utils.env import SGLANG_DEBUG_KV_DIGEST, SGLANG_SPEC_SEPARATE_GRAPHS
+from sglang.srt.utils.env import SGLANG_DEBUG_KV_DIGEST, SGLANG_SIMULATE_ACC_LEN, SGLANG_SPEC_SEPARATE_GRAPHS
+
+logger = logging.getLogger(__name__)
 
 
 class FrozenKVMTPWorker(TpModelWorker):
@@ -130,7 +134,16 @@ class FrozenKVMTPWorker(TpModelWorker):
             max_kv_len=self.memory.max_kv_len,
         )
         verify = TargetVerifyProgram(target.runner.model, target.backend, target.memory, rows, buffers)
-        return FrozenKVMTPRound(draft, verify, FrozenKVMTPAcceptProgram(rows, buffers))
+        return FrozenKVMTPRound(draft, verify, FrozenKVMTPAcceptProgram(rows, buffers, self._simulated_len()))
+
+    def _simulated_len(self) -> float | None:
+        length, most = SGLANG_SIMULATE_ACC_LEN.get(), self.spec.num_draft_tokens
+        if length == 0.0:
+            return None
+        if not 1.0 <= length <= most:
+            raise ValueError(f"{SGLANG_SIMULATE_ACC_LEN.name}={length} must be from 1 to {most}, the tokens of a round")
+        logger.warning("%s: ANSWERS ARE WRONG, %s tokens are accepted per round", SGLANG_SIMULATE_ACC_LEN.name, length)
+        return length
 
     def _round_loop(self, graphs: GraphConfig) -> DecodeLoop:
         sizes = batch_sizes(graphs, self.memory.max_requests)

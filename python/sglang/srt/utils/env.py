@@ -54,6 +54,13 @@ SGLANG_SPEC_SEPARATE_GRAPHS = EnvVar(
     help="capture draft loop, verification and acceptance of a round as graphs of their own",
 )
 
+SGLANG_SIMULATE_ACC_LEN = EnvVar(
+    name="SGLANG_SIMULATE_ACC_LEN",
+    default=0.0,
+    parse=float,
+    help="tokens that each round accepts on average, whatever the target says; for measurements, answers are wrong",
+)
+
 SGLANG_CPU_THREADS = EnvVar(
     name="SGLANG_CPU_THREADS",
     default=0,
@@ -64,5 +71,6 @@ SGLANG_CPU_THREADS = EnvVar(
 ENVIRONMENT: tuple[EnvVar, ...] = (
     SGLANG_DEBUG_KV_DIGEST,
     SGLANG_SPEC_SEPARATE_GRAPHS,
+    SGLANG_SIMULATE_ACC_LEN,
     SGLANG_CPU_THREADS,
 )
