@@ -61,7 +61,7 @@ def measure_reserve_bytes(
 
     Their peaks add up: captured steps keep their memory. The assistant's forwards are small beside the target's.
     """
-    tokens = -(-2 * load.width // config.page_size + 1) * config.page_size
+    tokens = (-(-2 * load.width // config.page_size) + 1) * config.page_size
     small = replace(config, max_total_tokens=tokens, max_running_requests=1)
     layout = runner.config.text.kv_layout
     memory = build_kv_memory(layout, small, tokens_per_step=load.width, dtype=runner.dtype, device=runner.device)
