@@ -16,22 +16,23 @@ from sgl_kernel.triton_kernels.common import dot_precision, options, release_dep
 
 @dataclass(frozen=True, slots=True)
 class ExtendConfig:
-    """Tile sizes and launch options."""
+    """Tile sizes and launch options. ``value_parts``: programs that share a tile's output columns."""
 
     block_m: int
     block_n: int
+    value_parts: int
     num_warps: int
     num_stages: int
 
 
 def extend_config(kind):
-    """For one kind of layer. 512-wide heads leave registers for 64 rows only."""
+    """For one kind of layer."""
     width = kind.head_dim
     if kind.dtype.itemsize == 4:
-        return ExtendConfig(16, 32 if width <= 128 else 16, 4, 1)
-    if width == 512:
-        return ExtendConfig(64, 32, 8, 3)
-    return ExtendConfig(128, 64, 8, 3)
+        return ExtendConfig(16, 32 if width <= 128 else 16, 1, 4, 1)
+    if width == 512:  # half of the output columns: two programs compute the scores of a tile
+        return ExtendConfig(128, 32, 2, 8, 3)
+    return ExtendConfig(128, 64, 1, 8, 3)
 
 
 @triton.jit
@@ -39,12 +40,14 @@ def extend_kernel(
     q_ptr, key_ptr, value_ptr, table_ptr, req_rows_ptr, kv_lens_ptr, positions_ptr, tiles_ptr, out_ptr,
     q_stride, slot_stride, table_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    VALUE_PARTS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile, one KV head: the query heads of the group times consecutive rows of one request."""
     wait_for_inputs()
-    tile = tiles_ptr + 3 * (tl.program_id(0) // KV_HEADS)
-    kv_head = tl.program_id(0) % KV_HEADS
+    D_OUT: tl.constexpr = D // VALUE_PARTS
+    tile = tiles_ptr + 3 * (tl.program_id(0) // (KV_HEADS * VALUE_PARTS))
+    kv_head = tl.program_id(0) // VALUE_PARTS % KV_HEADS
+    part = tl.program_id(0) % VALUE_PARTS
     request = tl.load(tile)
     first = tl.load(tile + 1)
     number = tl.load(tile + 2)
@@ -64,13 +67,13 @@ def extend_kernel(
     end = tl.minimum(tl.load(kv_lens_ptr + request).to(tl.int32), last + 1)
     slots_ptr = table_ptr + tl.load(req_rows_ptr + request) * table_stride
     _, total, acc = fold_keys(
-        q, q_pos, ok, slots_ptr, key_ptr + kv_head * D, value_ptr + kv_head * D, slot_stride, start, end, slots_ptr, 0,
-        D, BLOCK_M, BLOCK_N, WINDOW, False, PRECISION,
+        q, q_pos, ok, slots_ptr, key_ptr + kv_head * D, value_ptr + kv_head * D + part * D_OUT, slot_stride, start, end,
+        slots_ptr, 0, D, D_OUT, BLOCK_M, BLOCK_N, WINDOW, False, PRECISION,
     )  # fmt: skip
     release_dependents()
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    at = token.to(tl.int64) * (KV_HEADS * GROUP) + head
-    tl.store(out_ptr + at[:, None] * D + width[None, :], out.to(out_ptr.dtype.element_ty), mask=ok[:, None])
+    at = (token.to(tl.int64) * (KV_HEADS * GROUP) + head) * D + part * D_OUT
+    tl.store(out_ptr + at[:, None] + tl.arange(0, D_OUT)[None, :], out.to(out_ptr.dtype.element_ty), mask=ok[:, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +104,12 @@ def attend_extend(q, key, value, rows, kind, work):
         raise ValueError(f"q has {q.shape[0]} rows, but {sum(rows.q_lens)} were planned")
     config = work.config
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    extend_kernel[(work.tiles.shape[0] * kind.num_kv_heads,)](
+    extend_kernel[(work.tiles.shape[0] * kind.num_kv_heads * config.value_parts,)](
         q, key, value, rows.req_to_token, rows.req_rows, rows.kv_lens, rows.positions, work.tiles, out,
         q.stride(0), key.stride(0), rows.req_to_token.stride(0),
         KV_HEADS=kind.num_kv_heads, GROUP=kind.num_heads // kind.num_kv_heads, D=kind.head_dim,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, WINDOW=kind.window or 0, PRECISION=dot_precision(q.dtype),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, VALUE_PARTS=config.value_parts, WINDOW=kind.window or 0,
+        PRECISION=dot_precision(q.dtype),
         **options(config.num_warps, config.num_stages),
     )  # fmt: skip
     return out

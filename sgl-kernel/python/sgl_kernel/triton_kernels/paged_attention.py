@@ -29,15 +29,20 @@ from sgl_kernel.triton_kernels.common import (
 # chunks of full layers: this many positions in narrow chunks, then up to the next bound 4, then 8, then 16 times wider
 BOUND_1, BOUND_2, BOUND_3 = tl.constexpr(2048), tl.constexpr(8192), tl.constexpr(32768)
 MERGED_AT_ONCE = tl.constexpr(16)
+ITEM_FIELDS = tl.constexpr(8)  # five are used; an item lies in one sector of memory
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Tile sizes and launch options. Numerics depend on the first three, so they may not depend on N or B."""
+    """Tile sizes and launch options: functions of the kind of layer, since a row's sums may not depend on N or B.
+
+    ``value_parts``: programs that share a tile's output columns; each computes all of its scores.
+    """
 
     chunk: int
     block_m: int
     block_n: int
+    value_parts: int
     num_warps: int
     num_stages: int
     programs_per_sm: int
@@ -48,10 +53,12 @@ def decode_config(kind):
     group, width = kind.num_heads // kind.num_kv_heads, kind.head_dim
     chunk = 64 if kind.num_kv_heads <= 2 and group <= 8 else 128
     if kind.dtype.itemsize == 4:
-        return DecodeConfig(chunk, 16, 32 if width <= 128 else 16, 4, 1, 2)
-    if group <= 4:  # 16 rows hold several tokens of a group: small tiles, several programs per multiprocessor
-        return DecodeConfig(chunk, 16, 32, 4, 3, 2) if width == 512 else DecodeConfig(chunk, 16, 32, 4, 5, 2)
-    return DecodeConfig(chunk, 64, 16, 8, 5, 1) if width == 512 else DecodeConfig(chunk, 64, 16, 4, 7, 2)
+        return DecodeConfig(chunk, 16, 32 if width <= 128 else 16, 1, 4, 1, 2)
+    if group <= 4:  # 16 rows hold several tokens
+        return DecodeConfig(chunk, 16, 32, 1, 4, 5, 1 if width == 512 else 2)
+    # 64 rows need four warps: eight would repeat each other's scores. 512 columns of sums are too many for their
+    # registers, so two programs take half of them each
+    return DecodeConfig(chunk, 64, 32, 2 if width == 512 else 1, 4, 5, 1)
 
 
 @triton.jit
@@ -77,7 +84,7 @@ def num_chunks(length, width):
 
 @triton.jit
 def plan_kernel(
-    req_rows_ptr, kv_lens_ptr, positions_ptr, items_ptr, count_ptr, spans_ptr, batch, num_rows, capacity,
+    req_rows_ptr, kv_lens_ptr, positions_ptr, items_ptr, count_ptr, spans_ptr, batch, num_rows,
     BLOCK_B: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Program j lists the j-th chunk of every request that has so many. Late chunks, the widest, come first."""
@@ -110,36 +117,41 @@ def plan_kernel(
     else:
         start = chunk_start(chunk, CHUNK)
         end = tl.minimum(chunk_start(chunk + 1, CHUNK), end)
-    tl.store(items_ptr + at, b, mask=has)
-    tl.store(items_ptr + capacity + at, tl.zeros_like(at) + index, mask=has)
-    tl.store(items_ptr + 2 * capacity + at, start, mask=has)
-    tl.store(items_ptr + 3 * capacity + at, end, mask=has)
-    req_row = tl.load(req_rows_ptr + b, mask=real, other=0).to(tl.int32)
-    tl.store(items_ptr + 4 * capacity + at, req_row, mask=has)
+    item = items_ptr + at * ITEM_FIELDS
+    tl.store(item, b, mask=has)
+    tl.store(item + 1, tl.zeros_like(at) + index, mask=has)
+    tl.store(item + 2, start, mask=has)
+    tl.store(item + 3, end, mask=has)
+    tl.store(item + 4, tl.load(req_rows_ptr + b, mask=real, other=0).to(tl.int32), mask=has)
 
 
 # N is no constant of the compiled kernel: decode and verify run the same instructions
 @triton.jit(do_not_specialize=["num_rows"])
 def split_kernel(
     q_ptr, key_ptr, value_ptr, table_ptr, positions_ptr, kv_lens_ptr, tree_ptr, items_ptr, count_ptr, acc_ptr,
-    stats_ptr, q_stride, slot_stride, table_stride, capacity, chunks, num_rows,
+    stats_ptr, q_stride, slot_stride, table_stride, chunks, num_rows,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, PRECISION: tl.constexpr,
+    VALUE_PARTS: tl.constexpr, WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Partial results [B, C, N, H] of the items: output [.., D], (maximum, sum) [.., 2]. Any one-dimensional grid."""
     wait_for_inputs()
     tiles = tl.cdiv(num_rows * GROUP, BLOCK_M)
-    per_chunk = tiles * KV_HEADS
-    width = tl.arange(0, D)
-    for work in range(tl.program_id(0), tl.load(count_ptr) * per_chunk, tl.num_programs(0)):
-        item = items_ptr + work // per_chunk
-        kv_head = work // tiles % KV_HEADS
+    per_chunk = tiles * KV_HEADS * VALUE_PARTS
+    D_OUT: tl.constexpr = D // VALUE_PARTS
+    width, out_width = tl.arange(0, D), tl.arange(0, D_OUT)
+    # reading the first item together with the count, not after it, brings it near; a request's number is never negative
+    near = tl.load(items_ptr + tl.program_id(0) // per_chunk * ITEM_FIELDS)
+    num_work = tl.maximum(tl.load(count_ptr), tl.minimum(near, 0)) * per_chunk
+    for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
+        item = items_ptr + work // per_chunk * ITEM_FIELDS
         request = tl.load(item)
-        index = tl.load(item + capacity)
-        start = tl.load(item + 2 * capacity)
-        end = tl.load(item + 3 * capacity)
-        req_row = tl.load(item + 4 * capacity).to(tl.int64)
-        row = work % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+        index = tl.load(item + 1)
+        start = tl.load(item + 2)
+        end = tl.load(item + 3)
+        req_row = tl.load(item + 4)
+        part = work % VALUE_PARTS
+        kv_head = work // (tiles * VALUE_PARTS) % KV_HEADS
+        row = work // VALUE_PARTS % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
         ok = row < num_rows * GROUP
         row, head = row // GROUP, kv_head * GROUP + row % GROUP
         token = request * num_rows + row
@@ -151,13 +163,15 @@ def split_kernel(
             tree_row = tree_ptr + token * num_rows
             first_draft = tl.load(kv_lens_ptr + request).to(tl.int32) - num_rows
         top, total, acc = fold_keys(
-            q, q_pos, ok, table_ptr + req_row * table_stride, key_ptr + kv_head * D, value_ptr + kv_head * D,
-            slot_stride, start, end, tree_row, first_draft, D, BLOCK_M, BLOCK_N, WINDOW, HAS_TREE, PRECISION,
+            q, q_pos, ok, table_ptr + req_row.to(tl.int64) * table_stride, key_ptr + kv_head * D,
+            value_ptr + kv_head * D + part * D_OUT, slot_stride, start, end, tree_row, first_draft,
+            D, D_OUT, BLOCK_M, BLOCK_N, WINDOW, HAS_TREE, PRECISION,
         )  # fmt: skip
         at = ((request * chunks + index).to(tl.int64) * num_rows + row) * (KV_HEADS * GROUP) + head
-        tl.store(stats_ptr + 2 * at, top, mask=ok)
-        tl.store(stats_ptr + 2 * at + 1, total, mask=ok)
-        tl.store(acc_ptr + at[:, None] * D + width[None, :], acc, mask=ok[:, None])
+        if part == 0:
+            tl.store(stats_ptr + 2 * at, top, mask=ok)
+            tl.store(stats_ptr + 2 * at + 1, total, mask=ok)
+        tl.store(acc_ptr + (at * D + part * D_OUT)[:, None] + out_width[None, :], acc, mask=ok[:, None])
     release_dependents()
 
 
@@ -200,8 +214,8 @@ def merge_kernel(
 class DecodeWork:
     """The items of one forward for one kind of layer, and scratch that its layers use one after the other.
 
-    items: [5, capacity] int32 (request, number among its chunks, first position, end position, row of req_to_token), of
-    which ``count`` [1] int32 are valid; spans: [B, 2] int32, first chunk and how many; acc: [B, C, N, H, D] and
+    items: [B * C, 8] int32 (request, number among its chunks, first position, end position, row of req_to_token), of which
+    ``count`` [1] int32 are valid; spans: [B, 2] int32, first chunk and how many; acc: [B, C, N, H, D] and
     stats: [B, C, N, H, 2] float32.
     """
 
@@ -227,18 +241,17 @@ def plan_decode(rows, kind):
     batch, num_rows = len(rows.q_lens), rows.q_lens[0]
     config, device = decode_config(kind), rows.positions.device
     chunks = max(1, max_chunks(kind, num_rows, rows.max_kv_len))
-    capacity = batch * chunks
     shape = (batch, chunks, num_rows, kind.num_heads)
     work = DecodeWork(
         config,
-        torch.empty((5, capacity), dtype=torch.int32, device=device),
+        torch.empty((batch * chunks, ITEM_FIELDS.value), dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
         torch.empty((batch, 2), dtype=torch.int32, device=device),
         torch.empty((*shape, kind.head_dim), dtype=torch.float32, device=device),
         torch.empty((*shape, 2), dtype=torch.float32, device=device),
     )
     plan_kernel[(chunks,)](
-        rows.req_rows, rows.kv_lens, rows.positions, work.items, work.count, work.spans, batch, num_rows, capacity,
+        rows.req_rows, rows.kv_lens, rows.positions, work.items, work.count, work.spans, batch, num_rows,
         BLOCK_B=next_power_of_2(batch), CHUNK=config.chunk, BLOCK_N=config.block_n, WINDOW=kind.window or 0,
         **options(4),
     )  # fmt: skip
@@ -254,13 +267,14 @@ def attend_decode(q, key, value, rows, kind, work):
         raise ValueError(f"q has {q.shape[0]} rows, but {batch} requests of {num_rows} rows were planned")
     group = heads // kind.num_kv_heads
     tiles = cdiv(num_rows * group, config.block_m)
-    programs = min(batch * chunks * kind.num_kv_heads * tiles, _num_sms(q.device) * config.programs_per_sm)
+    items = batch * chunks * kind.num_kv_heads * tiles * config.value_parts
+    programs = min(items, _num_sms(q.device) * config.programs_per_sm)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     split_kernel[(programs,)](
         q, key, value, rows.req_to_token, rows.positions, rows.kv_lens, rows.tree_mask, work.items, work.count,
-        work.acc, work.stats, q.stride(0), key.stride(0), rows.req_to_token.stride(0), batch * chunks, chunks, num_rows,
+        work.acc, work.stats, q.stride(0), key.stride(0), rows.req_to_token.stride(0), chunks, num_rows,
         KV_HEADS=kind.num_kv_heads, GROUP=group, D=width, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        WINDOW=kind.window or 0, HAS_TREE=rows.tree_mask is not None, PRECISION=dot_precision(q.dtype),
+        VALUE_PARTS=config.value_parts, WINDOW=kind.window or 0, HAS_TREE=rows.tree_mask is not None, PRECISION=dot_precision(q.dtype),
         **options(config.num_warps, config.num_stages),
     )  # fmt: skip
     block_d = min(width, 256)
