@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from sgl_kernel.activation import gelu_tanh_and_mul
 from sgl_kernel.launch import triton_kernels
+from sgl_kernel.norm import rmsnorm_torch
 
 
 def route(router_logits: torch.Tensor, per_expert_scale: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,7 +20,7 @@ def route(router_logits: torch.Tensor, per_expert_scale: torch.Tensor, top_k: in
     expert ids [T, top_k] int64, the likeliest first and of equal ones the lower id.
     """
     if router_logits.is_cuda:
-        return triton_kernels("moe").route(router_logits, per_expert_scale, top_k)
+        return triton_kernels("moe_router").route(router_logits, per_expert_scale, top_k)
     return route_torch(router_logits, per_expert_scale, top_k)
 
 
@@ -33,6 +34,36 @@ def route_torch(
     weights, expert_ids = torch.softmax(logits, dim=-1).topk(top_k, dim=-1)
     weights = weights / weights.sum(-1, keepdim=True)
     return weights * per_expert_scale.float()[expert_ids], expert_ids
+
+
+def norm_and_route(
+    x: torch.Tensor,
+    router_scale: torch.Tensor,
+    router_proj: torch.Tensor,
+    per_expert_scale: torch.Tensor,
+    top_k: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole router: RMSNorm without weight, ``router_scale`` [D] and D^-1/2, ``router_proj`` [E, D], ``route``.
+
+    ``x`` [T, D], the residual stream -> as ``route``.
+    """
+    if x.is_cuda:
+        return triton_kernels("moe_router").norm_and_route(x, router_scale, router_proj, per_expert_scale, top_k, eps)
+    return norm_and_route_torch(x, router_scale, router_proj, per_expert_scale, top_k, eps)
+
+
+def norm_and_route_torch(
+    x: torch.Tensor,
+    router_scale: torch.Tensor,
+    router_proj: torch.Tensor,
+    per_expert_scale: torch.Tensor,
+    top_k: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference of ``norm_and_route``."""
+    z = rmsnorm_torch(x, None, eps) * router_scale * x.shape[1] ** -0.5
+    return route_torch(F.linear(z, router_proj), per_expert_scale, top_k)
 
 
 def experts(
@@ -88,6 +119,45 @@ def combine_pairs(pairs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def combine_pairs_torch(pairs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The reference of ``combine_pairs``."""
     return (pairs.float() * weights[:, :, None]).sum(1).to(pairs.dtype)
+
+
+def add_experts(
+    dense: torch.Tensor,
+    pairs: torch.Tensor,
+    weights: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    eps: float,
+    scale: torch.Tensor,
+    next_weight: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The end of a sparse layer: ``s = (residual + norm_c(norm_a(dense) + norm_b(experts))) * scale``, and s normed.
+
+    ``dense`` [T, D] or parts [S, T, D], the dense MLP's output; ``pairs`` [T, k, D] and ``weights`` [T, k], whose
+    weighted sum the experts' output is; ``residual`` [T, D]; ``norm_weights``: those of a, b and c, [D]; ``scale`` [1];
+    ``next_weight`` [D] -> s and rmsnorm(s, next_weight), [T, D] both.
+    """
+    if residual.is_cuda:
+        return triton_kernels("moe").add_experts(dense, pairs, weights, residual, norm_weights, eps, scale, next_weight)
+    return add_experts_torch(dense, pairs, weights, residual, norm_weights, eps, scale, next_weight)
+
+
+def add_experts_torch(
+    dense: torch.Tensor,
+    pairs: torch.Tensor,
+    weights: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    eps: float,
+    scale: torch.Tensor,
+    next_weight: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference of ``add_experts``."""
+    of_dense, of_sparse, of_both = norm_weights
+    dense = dense.sum(0).to(residual.dtype) if dense.dim() == 3 else dense
+    both = rmsnorm_torch(dense, of_dense, eps) + rmsnorm_torch(combine_pairs_torch(pairs, weights), of_sparse, eps)
+    total = (residual + rmsnorm_torch(both, of_both, eps)) * scale
+    return total, rmsnorm_torch(total, next_weight, eps)
 
 
 def _expert(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

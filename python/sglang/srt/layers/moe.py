@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from sgl_kernel.moe import experts, route
-from sgl_kernel.norm import rmsnorm
+from sgl_kernel.moe import expert_pairs, experts, norm_and_route
 from sglang.srt.configs.model_config import MoEConfig
 
 
@@ -19,15 +17,24 @@ class MoE:
 
         self.top_k = moe.top_k
         self.eps = eps
-        self.router_gain = hidden_size**-0.5
         self.router_proj = empty(moe.num_experts, hidden_size)
         self.router_scale = empty(hidden_size)
         self.per_expert_scale = empty(moe.num_experts)
         self.gate_up = empty(moe.num_experts, 2 * moe.intermediate_size, hidden_size)
         self.down = empty(moe.num_experts, hidden_size, moe.intermediate_size)
 
+    def route(self, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``residual`` [T, D] -> weights [T, k] float32 and expert ids [T, k] int64."""
+        return norm_and_route(
+            residual, self.router_scale, self.router_proj, self.per_expert_scale, self.top_k, self.eps
+        )
+
     def __call__(self, residual: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """``residual``, ``normed`` [T, D] -> [T, D]."""
-        z = rmsnorm(residual, None, self.eps) * self.router_scale * self.router_gain
-        weights, expert_ids = route(F.linear(z, self.router_proj), self.per_expert_scale, self.top_k)
+        weights, expert_ids = self.route(residual)
         return experts(normed, weights, expert_ids, self.gate_up, self.down)
+
+    def pairs(self, residual: torch.Tensor, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``__call__`` adds up: each expert's output [T, k, D], and their weights [T, k] float32."""
+        weights, expert_ids = self.route(residual)
+        return expert_pairs(normed, expert_ids, self.gate_up, self.down), weights

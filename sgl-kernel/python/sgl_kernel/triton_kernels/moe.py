@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, grouping by expert, and the two grouped products.
+"""Mixture of experts: grouping by expert, the two grouped products, and the end of a sparse layer.
 
 Shapes: T rows, E experts, k of them per row, P = T * k pairs of a row and an expert, D hidden width, M expert width.
 A pair is numbered row * k + slot. The weight tile is the first operand of every product (y^T = W x^T), so few rows cost
@@ -20,34 +20,9 @@ from sgl_kernel.triton_kernels.common import (
     wait_for_inputs,
 )
 from sgl_kernel.triton_kernels.linear import gelu_tanh
-from sgl_kernel.triton_kernels.norm import sum_parts
-from sgl_kernel.triton_kernels.select import key_index, key_score, ranking_keys
+from sgl_kernel.triton_kernels.norm import inverse_rms, sum_parts
 
 MAX_DIRECT_ROWS = 32  # up to here every program finds its own rows; beyond, pairs are sorted by expert first
-
-
-@triton.jit
-def route_kernel(
-    logits_ptr, scale_ptr, weights_ptr, ids_ptr, part_stride, E, top_k,
-    PARTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Softmax over all experts, the best ``top_k`` in falling order, renormalised and scaled. One row per program."""
-    row = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, BLOCK_E)
-    slot = tl.arange(0, BLOCK_K)
-    wait_for_inputs()
-    logits = sum_parts(logits_ptr, part_stride, row * E + e, e < E, PARTS)
-    logits = tl.where(e < E, logits, float("-inf"))
-    exps = tl.exp(logits - tl.max(logits, axis=0))
-    probs = tl.where(e < E, exps / tl.sum(exps, axis=0), -1.0)
-    best = tl.topk(ranking_keys(probs, e), BLOCK_K)
-    release_dependents()
-    chosen = slot < top_k
-    ids = tl.where(chosen, key_index(best), 0)
-    weights = tl.where(chosen, key_score(best), 0.0)
-    weights = weights / tl.sum(weights, axis=0) * tl.load(scale_ptr + ids).to(tl.float32)
-    tl.store(weights_ptr + row * top_k + slot, weights, mask=chosen)
-    tl.store(ids_ptr + row * top_k + slot, ids.to(tl.int64), mask=chosen)
 
 
 @triton.jit
@@ -163,17 +138,56 @@ def grouped_kernel(
 
 
 @triton.jit
-def combine_kernel(pairs_ptr, weights_ptr, y_ptr, D, top_k, BLOCK: tl.constexpr):
-    """y[t] = sum over slots, in order, of weights[t, slot] * pairs[t, slot], in float32."""
+def _weighted_sum(pairs_ptr, weights_ptr, row, d, D, TOP_K: tl.constexpr):
+    """Columns ``d`` of sum over slots, in order, of weights[row, slot] * pairs[row, slot], in float32."""
+    pair = row * TOP_K
+    total = tl.load(weights_ptr + pair) * tl.load(pairs_ptr + pair * D + d, mask=d < D, other=0.0).to(tl.float32)
+    for slot in tl.static_range(1, TOP_K):
+        y = tl.load(pairs_ptr + (pair + slot) * D + d, mask=d < D, other=0.0).to(tl.float32)
+        total += tl.load(weights_ptr + pair + slot) * y
+    return total
+
+
+@triton.jit
+def combine_kernel(pairs_ptr, weights_ptr, y_ptr, D, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """y[t] = weighted sum of the row's pairs. Grid: (rows, column blocks)."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_inputs()
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for slot in range(top_k):
-        pair = row * top_k + slot
-        total += tl.load(weights_ptr + pair) * tl.load(pairs_ptr + pair * D + d, mask=d < D, other=0.0).to(tl.float32)
     release_dependents()
+    total = _weighted_sum(pairs_ptr, weights_ptr, row, d, D, TOP_K)
     tl.store(y_ptr + row * D + d, total.to(y_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def add_experts_kernel(
+    dense_ptr, pairs_ptr, weights_ptr, residual_ptr, w_dense_ptr, w_sparse_ptr, w_both_ptr, scale_ptr, w_next_ptr,
+    sum_ptr, next_ptr, part_stride, D, eps, PARTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """See ``sgl_kernel.moe.add_experts``; rounded wherever a tensor of the reference is. One row per program."""
+    dtype: tl.constexpr = residual_ptr.dtype.element_ty
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    mask = d < D
+    row = t * D + d
+    wait_for_inputs()
+    release_dependents()
+    sparse = _weighted_sum(pairs_ptr, weights_ptr, t, d, D, TOP_K)
+    sparse = _normed(sparse.to(dtype).to(tl.float32), w_sparse_ptr, d, D, eps, dtype)
+    dense = sum_parts(dense_ptr, part_stride, row, mask, PARTS).to(dtype).to(tl.float32)
+    both = (_normed(dense, w_dense_ptr, d, D, eps, dtype) + sparse).to(dtype).to(tl.float32)
+    both = _normed(both, w_both_ptr, d, D, eps, dtype)
+    s = (tl.load(residual_ptr + row, mask=mask, other=0.0).to(tl.float32) + both).to(dtype).to(tl.float32)
+    s = (s * tl.load(scale_ptr).to(tl.float32)).to(dtype).to(tl.float32)
+    tl.store(sum_ptr + row, s.to(dtype), mask=mask)
+    tl.store(next_ptr + row, _normed(s, w_next_ptr, d, D, eps, dtype).to(dtype), mask=mask)
+
+
+@triton.jit
+def _normed(x, weight_ptr, d, D, eps, dtype: tl.constexpr):
+    """RMSNorm of a row padded with zeros, rounded to ``dtype``."""
+    weight = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+    return (x * inverse_rms(x, D, eps) * weight).to(dtype).to(tl.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,26 +241,6 @@ def align(ids, num_experts):
     block = min(4096, max(128, next_power_of_2(pairs)))
     align_kernel[(num_experts,)](ids, order, starts, pairs, BLOCK=block, **options(4 if block <= 1024 else 8))
     return order, starts
-
-
-def route(logits, scale, top_k):
-    """``logits`` [T, E] or parts [S, T, E]; ``scale`` [E] -> weights [T, k] float32, ids [T, k] int64."""
-    rows, num_experts = logits.shape[-2:]
-    if logits.dim() not in (2, 3) or not logits.is_contiguous() or rows == 0:
-        raise ValueError(f"router logits must be contiguous [T, E] or [S, T, E] with T > 0, got {list(logits.shape)}")
-    if list(scale.shape) != [num_experts] or not 0 < top_k <= num_experts or scale.device != logits.device:
-        raise ValueError(
-            f"per-expert scale {list(scale.shape)} on {scale.device} and top_k {top_k} do not fit "
-            f"{num_experts} experts on {logits.device}"
-        )
-    weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((rows, top_k), dtype=torch.int64, device=logits.device)
-    route_kernel[(rows,)](
-        logits, scale, weights, ids, rows * num_experts, num_experts, top_k,
-        PARTS=logits.shape[0] if logits.dim() == 3 else 1,
-        BLOCK_E=next_power_of_2(num_experts), BLOCK_K=next_power_of_2(top_k), **options(1),
-    )  # fmt: skip
-    return weights, ids
 
 
 def _grouped(x, weight, grouping, tile, *, gated):
@@ -307,5 +301,24 @@ def combine(pairs, weights):
     if weights.shape != pairs.shape[:2] or not (pairs.is_contiguous() and weights.is_contiguous()):
         raise ValueError(f"weights {list(weights.shape)} do not fit contiguous pairs {list(pairs.shape)}")
     y = torch.empty((rows, width), dtype=pairs.dtype, device=pairs.device)
-    combine_kernel[(rows, cdiv(width, 512))](pairs, weights, y, width, top_k, BLOCK=512, **options(4))
+    combine_kernel[(rows, cdiv(width, 512))](pairs, weights, y, width, TOP_K=top_k, BLOCK=512, **options(4))
     return y
+
+
+def add_experts(dense, pairs, weights, residual, norm_weights, eps, scale, next_weight):
+    """See ``sgl_kernel.moe.add_experts``."""
+    rows, top_k, width = pairs.shape
+    if dense.shape[-2:] != residual.shape or list(residual.shape) != [rows, width] or weights.shape != pairs.shape[:2]:
+        raise ValueError(
+            f"dense {list(dense.shape)}, pairs {list(pairs.shape)}, weights {list(weights.shape)} and residual "
+            f"{list(residual.shape)} must be [T, D] or [S, T, D], [T, k, D], [T, k] and [T, D]"
+        )
+    for tensor in (dense, pairs, weights, residual, *norm_weights, next_weight):
+        if not tensor.is_contiguous() or tensor.device != residual.device:
+            raise ValueError(f"adding experts needs contiguous tensors on {residual.device}, got {tensor.stride()}")
+    total, normed = torch.empty_like(residual), torch.empty_like(residual)
+    add_experts_kernel[(rows,)](
+        dense, pairs, weights, residual, *norm_weights, scale, next_weight, total, normed, rows * width, width, eps,
+        PARTS=dense.shape[0] if dense.dim() == 3 else 1, TOP_K=top_k, BLOCK=next_power_of_2(width), **options(8),
+    )  # fmt: skip
+    return total, normed
