@@ -28,17 +28,17 @@ def rows_per_tile(num_rows):
     return min(256, max(16, next_power_of_2(num_rows)))
 
 
-def choose_tile(n, k, num_rows, *, paired):
+def choose_tile(n, k, num_rows, *, whole):
     """``split`` depends on the weight's shape only: it decides the order of summation."""
-    tile = TILES.get((n, k, paired)) or _default_tile(n, k, paired)
+    tile = TILES.get((n, k, whole)) or _default_tile(n, k, whole)
     bm = rows_per_tile(num_rows)
     if bm > 32:
         return Tile(128, 64, 3, 8, tile.split) if bm > 64 else Tile(64, 64, 4, 4, tile.split)
     return tile
 
 
-def _default_tile(n, k, paired):
-    split = 1 if paired else choose_split(n, k)
+def _default_tile(n, k, whole):
+    split = 1 if whole else choose_split(n, k)
     return Tile(64, 128, 4, 4, split) if k // split % 128 == 0 else Tile(64, 64, 6, 4, split)
 
 
@@ -145,7 +145,7 @@ def linear_parts(x, weight, tile=None):
     """``x`` [T, K], ``weight`` [N, K] -> [S, T, N] float32."""
     check(x, weight)
     (t, k), n = x.shape, weight.shape[0]
-    tile = tile or choose_tile(n, k, t, paired=False)
+    tile = tile or choose_tile(n, k, t, whole=False)
     y = torch.empty((tile.split, t, n), dtype=torch.float32, device=x.device)
     _launch_parts(x, weight, y, tile)
     return y
@@ -155,7 +155,7 @@ def linear(x, weight, tile=None):
     """``x`` [T, K], ``weight`` [N, K] -> [T, N] in the dtype of ``x``, in one part."""
     check(x, weight)
     (t, k), n = x.shape, weight.shape[0]
-    tile = tile or choose_tile(n, k, t, paired=True)
+    tile = tile or choose_tile(n, k, t, whole=True)
     y = torch.empty((t, n), dtype=x.dtype, device=x.device)
     _launch_parts(x, weight, y, tile)
     return y
@@ -178,7 +178,7 @@ def gate_up_gelu(x, weight, tile=None):
     """``x`` [T, K], ``weight`` [2N, K], gate rows first -> gelu_tanh(gate) * up, [T, N] in the dtype of ``x``."""
     check(x, weight)
     (t, k), n = x.shape, weight.shape[0] // 2
-    tile = tile or choose_tile(2 * n, k, t, paired=True)
+    tile = tile or choose_tile(2 * n, k, t, whole=True)
     bm = rows_per_tile(t)
     y = torch.empty((t, n), dtype=x.dtype, device=x.device)
     even = k % tile.bk == 0
