@@ -14,15 +14,13 @@ def exponent_base(top):
 
 @triton.jit
 def fold_keys(
-    q, q_pos, q_ok, slots_ptr, key_ptr, value_ptr, slot_stride, start, end, tree_ptr, first_draft,
-    D: tl.constexpr, D_OUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_TREE: tl.constexpr, PRECISION: tl.constexpr,
+    q, q_pos, q_ok, slots_ptr, key_ptr, value_ptr, start, end, tree_ptr, first_draft,
+    SLOT_STRIDE: tl.constexpr, D: tl.constexpr, D_OUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Softmax state of ``q`` [BLOCK_M, D] over key positions start .. end: (maximum, sum, unnormalised output).
 
-    The output is D_OUT columns from ``value_ptr`` on.
-
-    ``start`` is a multiple of BLOCK_N, so that a position always has the same place in its block; a block of which a
+    The output has the D_OUT columns from ``value_ptr`` on. ``start`` is a multiple of BLOCK_N, so that a position always has the same place in its block; a block of which a
     row sees nothing leaves the row's state bitwise as it was. Maxima are in units of log2. With HAS_TREE, keys from
     ``first_draft`` on are seen where the row's bytes at ``tree_ptr`` [BLOCK_M] are set.
     """
@@ -33,9 +31,9 @@ def fold_keys(
     for block in range(start, end, BLOCK_N):
         pos = block + tl.arange(0, BLOCK_N)
         stored = pos < end
-        slots = tl.load(slots_ptr + pos, mask=stored, other=0).to(tl.int64)[:, None] * slot_stride
-        # nothing outside the range is read: a slot without a token may hold anything
-        k = tl.load(key_ptr + (slots + width[None, :]), mask=stored[:, None], other=0.0)
+        # what lies behind the range is never read, a slot without a token may hold anything: the last key stands in
+        slots = tl.load(slots_ptr + tl.minimum(pos, end - 1)).to(tl.int64)[:, None] * SLOT_STRIDE
+        k = tl.load(key_ptr + (slots + width[None, :]))
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * LOG2_E
         seen = (pos[None, :] <= q_pos[:, None]) & stored[None, :]
         if WINDOW > 0:
@@ -50,7 +48,7 @@ def fold_keys(
         base = exponent_base(new_top)
         p = tl.exp2(scores - base[:, None])
         keep = tl.exp2(top - base)
-        v = tl.load(value_ptr + (slots + out_width[None, :]), mask=stored[:, None], other=0.0)
+        v = tl.load(value_ptr + (slots + out_width[None, :]))
         total = total * keep + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
         top = new_top

@@ -38,7 +38,7 @@ def extend_config(kind):
 @triton.jit
 def extend_kernel(
     q_ptr, key_ptr, value_ptr, table_ptr, req_rows_ptr, kv_lens_ptr, positions_ptr, tiles_ptr, out_ptr,
-    q_stride, slot_stride, table_stride,
+    q_stride, table_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     VALUE_PARTS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -67,8 +67,8 @@ def extend_kernel(
     end = tl.minimum(tl.load(kv_lens_ptr + request).to(tl.int32), last + 1)
     slots_ptr = table_ptr + tl.load(req_rows_ptr + request) * table_stride
     _, total, acc = fold_keys(
-        q, q_pos, ok, slots_ptr, key_ptr + kv_head * D, value_ptr + kv_head * D + part * D_OUT, slot_stride, start, end,
-        slots_ptr, 0, D, D_OUT, BLOCK_M, BLOCK_N, WINDOW, False, PRECISION,
+        q, q_pos, ok, slots_ptr, key_ptr + kv_head * D, value_ptr + kv_head * D + part * D_OUT, start, end,
+        slots_ptr, 0, KV_HEADS * D, D, D_OUT, BLOCK_M, BLOCK_N, WINDOW, False, PRECISION,
     )  # fmt: skip
     release_dependents()
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -106,7 +106,7 @@ def attend_extend(q, key, value, rows, kind, work):
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     extend_kernel[(work.tiles.shape[0] * kind.num_kv_heads * config.value_parts,)](
         q, key, value, rows.req_to_token, rows.req_rows, rows.kv_lens, rows.positions, work.tiles, out,
-        q.stride(0), key.stride(0), rows.req_to_token.stride(0),
+        q.stride(0), rows.req_to_token.stride(0),
         KV_HEADS=kind.num_kv_heads, GROUP=kind.num_heads // kind.num_kv_heads, D=kind.head_dim,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, VALUE_PARTS=config.value_parts, WINDOW=kind.window or 0,
         PRECISION=dot_precision(q.dtype),

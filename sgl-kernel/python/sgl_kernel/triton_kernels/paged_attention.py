@@ -129,7 +129,7 @@ def plan_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def split_kernel(
     q_ptr, key_ptr, value_ptr, table_ptr, positions_ptr, kv_lens_ptr, tree_ptr, items_ptr, count_ptr, acc_ptr,
-    stats_ptr, q_stride, slot_stride, table_stride, chunks, num_rows,
+    stats_ptr, q_stride, table_stride, chunks, num_rows,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     VALUE_PARTS: tl.constexpr, WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -164,8 +164,8 @@ def split_kernel(
             first_draft = tl.load(kv_lens_ptr + request).to(tl.int32) - num_rows
         top, total, acc = fold_keys(
             q, q_pos, ok, table_ptr + req_row.to(tl.int64) * table_stride, key_ptr + kv_head * D,
-            value_ptr + kv_head * D + part * D_OUT, slot_stride, start, end, tree_row, first_draft,
-            D, D_OUT, BLOCK_M, BLOCK_N, WINDOW, HAS_TREE, PRECISION,
+            value_ptr + kv_head * D + part * D_OUT, start, end, tree_row, first_draft,
+            KV_HEADS * D, D, D_OUT, BLOCK_M, BLOCK_N, WINDOW, HAS_TREE, PRECISION,
         )  # fmt: skip
         at = ((request * chunks + index).to(tl.int64) * num_rows + row) * (KV_HEADS * GROUP) + head
         if part == 0:
@@ -214,9 +214,9 @@ def merge_kernel(
 class DecodeWork:
     """The items of one forward for one kind of layer, and scratch that its layers use one after the other.
 
-    items: [B * C, 8] int32 (request, number among its chunks, first position, end position, row of req_to_token), of which
-    ``count`` [1] int32 are valid; spans: [B, 2] int32, first chunk and how many; acc: [B, C, N, H, D] and
-    stats: [B, C, N, H, 2] float32.
+    items: [B * C, 8] int32 (request, number among its chunks, first position, end position, row of req_to_token), of
+    which ``count`` [1] int32 are valid; spans: [B, 2] int32, first chunk and how many; acc: [B, C, N, H, D] and stats:
+    [B, C, N, H, 2] float32.
     """
 
     config: DecodeConfig
@@ -272,10 +272,10 @@ def attend_decode(q, key, value, rows, kind, work):
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     split_kernel[(programs,)](
         q, key, value, rows.req_to_token, rows.positions, rows.kv_lens, rows.tree_mask, work.items, work.count,
-        work.acc, work.stats, q.stride(0), key.stride(0), rows.req_to_token.stride(0), chunks, num_rows,
+        work.acc, work.stats, q.stride(0), rows.req_to_token.stride(0), chunks, num_rows,
         KV_HEADS=kind.num_kv_heads, GROUP=group, D=width, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        VALUE_PARTS=config.value_parts, WINDOW=kind.window or 0, HAS_TREE=rows.tree_mask is not None, PRECISION=dot_precision(q.dtype),
-        **options(config.num_warps, config.num_stages),
+        VALUE_PARTS=config.value_parts, WINDOW=kind.window or 0, HAS_TREE=rows.tree_mask is not None,
+        PRECISION=dot_precision(q.dtype), **options(config.num_warps, config.num_stages),
     )  # fmt: skip
     block_d = min(width, 256)
     merge_kernel[(batch * num_rows * heads, width // block_d)](
