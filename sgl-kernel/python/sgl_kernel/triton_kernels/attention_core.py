@@ -20,9 +20,10 @@ def fold_keys(
 ):  # fmt: skip
     """Softmax state of ``q`` [BLOCK_M, D] over key positions start .. end: (maximum, sum, unnormalised output).
 
-    The output has the D_OUT columns from ``value_ptr`` on. ``start`` is a multiple of BLOCK_N, so that a position always has the same place in its block; a block of which a
-    row sees nothing leaves the row's state bitwise as it was. Maxima are in units of log2. With HAS_TREE, keys from
-    ``first_draft`` on are seen where the row's bytes at ``tree_ptr`` [BLOCK_M] are set.
+    The output has the D_OUT columns from ``value_ptr`` on. ``start`` is a multiple of BLOCK_N, so that a position
+    always has the same place in its block; a block of which a row sees nothing leaves the row's state bitwise as it
+    was. Maxima are in units of log2. With HAS_TREE, keys from ``first_draft`` on are seen where the row's bytes at
+    ``tree_ptr`` [BLOCK_M] are set.
     """
     width, out_width = tl.arange(0, D), tl.arange(0, D_OUT)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -32,7 +32,7 @@ def extend_config(kind):
         return ExtendConfig(16, 32 if width <= 128 else 16, 1, 4, 1)
     if width == 512:  # half of the output columns: two programs compute the scores of a tile
         return ExtendConfig(128, 32, 2, 8, 3)
-    return ExtendConfig(128, 64, 1, 8, 3)
+    return ExtendConfig(128, 32, 1, 8, 5)
 
 
 @triton.jit

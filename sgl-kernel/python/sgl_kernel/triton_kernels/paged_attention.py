@@ -125,8 +125,8 @@ def plan_kernel(
     tl.store(item + 4, tl.load(req_rows_ptr + b, mask=real, other=0).to(tl.int32), mask=has)
 
 
-# N is no constant of the compiled kernel: decode and verify run the same instructions
-@triton.jit(do_not_specialize=["num_rows"])
+# N and C are no constants of the compiled kernels: decode and verify run the same instructions
+@triton.jit(do_not_specialize=["num_rows", "chunks"])
 def split_kernel(
     q_ptr, key_ptr, value_ptr, table_ptr, positions_ptr, kv_lens_ptr, tree_ptr, items_ptr, count_ptr, acc_ptr,
     stats_ptr, q_stride, table_stride, chunks, num_rows,
@@ -175,7 +175,7 @@ def split_kernel(
     release_dependents()
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "chunks"])
 def merge_kernel(
     acc_ptr, stats_ptr, spans_ptr, out_ptr, chunks, num_rows,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -270,11 +270,12 @@ def attend_decode(q, key, value, rows, kind, work):
     items = batch * chunks * kind.num_kv_heads * tiles * config.value_parts
     programs = min(items, _num_sms(q.device) * config.programs_per_sm)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    tree = None if rows.tree_mask is None else rows.tree_mask.view(torch.uint8)
     split_kernel[(programs,)](
-        q, key, value, rows.req_to_token, rows.positions, rows.kv_lens, rows.tree_mask, work.items, work.count,
+        q, key, value, rows.req_to_token, rows.positions, rows.kv_lens, tree, work.items, work.count,
         work.acc, work.stats, q.stride(0), rows.req_to_token.stride(0), chunks, num_rows,
         KV_HEADS=kind.num_kv_heads, GROUP=group, D=width, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        VALUE_PARTS=config.value_parts, WINDOW=kind.window or 0, HAS_TREE=rows.tree_mask is not None,
+        VALUE_PARTS=config.value_parts, WINDOW=kind.window or 0, HAS_TREE=tree is not None,
         PRECISION=dot_precision(q.dtype), **options(config.num_warps, config.num_stages),
     )  # fmt: skip
     block_d = min(width, 256)
