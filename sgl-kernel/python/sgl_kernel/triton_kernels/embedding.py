@@ -6,13 +6,12 @@ import triton.language as tl
 
 from sgl_kernel.triton_kernels.common import (
     cdiv,
-    dot_precision,
     next_power_of_2,
     options,
     release_dependents,
     wait_for_inputs,
 )
-from sgl_kernel.triton_kernels.linear import gelu_tanh, rows_per_tile
+from sgl_kernel.triton_kernels.linear import gelu_tanh
 from sgl_kernel.triton_kernels.norm import inverse_rms, sum_parts
 
 
@@ -89,27 +88,25 @@ def per_layer_inputs(ids, table, table_scale, context, gain, weight, eps):
     return out
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def gated_projection_kernel(
-    gate_ptr, factor_ptr, w_ptr, y_ptr, T, N, part_stride,
-    PARTS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    PRECISION: tl.constexpr,
+    gate_ptr, factor_ptr, w_ptr, y_ptr, N, part_stride,
+    PARTS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """y[t, n] = sum_k w[n, k] gelu_tanh(gate[t, k]) factor[t, k]; K is small. Grid (row tiles, weight tiles)."""
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    """y[t, n] = sum_k w[n, k] gelu_tanh(gate[t, k]) factor[t, k]; K is small. Grid (weight tiles, T).
+
+    A tile of the weight is multiplied without the matrix unit: it is one row, and the weight is here before the row is.
+    """
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    w = tl.load(w_ptr + n[:, None] * K + k[None, :], mask=(n[:, None] < N) & (k[None, :] < K), other=0.0)
     wait_for_inputs()
     release_dependents()
-    acc = tl.zeros((BN, BM), dtype=tl.float32)
-    for start in range(0, K, BK):
-        k = start + tl.arange(0, BK)
-        w = tl.load(w_ptr + n[:, None] * K + k[None, :], mask=(n[:, None] < N) & (k[None, :] < K), other=0.0)
-        inside = (m[None, :] < T) & (k[:, None] < K)
-        offsets = m[None, :] * K + k[:, None]
-        gate = sum_parts(gate_ptr, part_stride, offsets, inside, PARTS)
-        factor = tl.load(factor_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        acc = tl.dot(w, (gelu_tanh(gate) * factor).to(w.dtype), acc, input_precision=PRECISION)
-    tl.store(y_ptr + m[None, :] * N + n[:, None], acc, mask=(m[None, :] < T) & (n[:, None] < N))
+    row = tl.program_id(1).to(tl.int64)
+    gate = sum_parts(gate_ptr, part_stride, row * K + k, k < K, PARTS)
+    factor = tl.load(factor_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+    h = (gelu_tanh(gate) * factor).to(w.dtype).to(tl.float32)
+    tl.store(y_ptr + row * N + n, tl.sum(w.to(tl.float32) * h[None, :], axis=1), mask=n < N)
 
 
 def gated_projection(gate, factor, weight):
@@ -117,17 +114,15 @@ def gated_projection(gate, factor, weight):
     parts, rows, width = gate.shape
     n = weight.shape[0]
     if factor.shape != (rows, width) or weight.shape[1] != width:
-        raise ValueError(
-            f"gate {list(gate.shape)}, factor {list(factor.shape)}, weight {list(weight.shape)} do not fit"
-        )
+        shapes = f"{list(gate.shape)}, {list(factor.shape)} and {list(weight.shape)}"
+        raise ValueError(f"gate [S, T, P], factor [T, P] and weight [N, P] do not fit: {shapes}")
     for name, tensor in {"gate": gate, "factor": factor, "weight": weight}.items():
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()}")
     y = torch.empty((1, rows, n), dtype=torch.float32, device=gate.device)
-    bm = min(32, rows_per_tile(rows))
-    gated_projection_kernel[(cdiv(rows, bm), cdiv(n, 64))](
-        gate, factor, weight, y, rows, n, rows * width,
-        PARTS=parts, K=width, BK=min(64, max(16, next_power_of_2(width))), BN=64, BM=bm,
-        PRECISION=dot_precision(weight.dtype), **options(8, 2),
+    block_n = 32
+    gated_projection_kernel[(cdiv(n, block_n), rows)](
+        gate, factor, weight, y, n, rows * width,
+        PARTS=parts, K=width, BK=next_power_of_2(width), BN=block_n, **options(4),
     )  # fmt: skip
     return y

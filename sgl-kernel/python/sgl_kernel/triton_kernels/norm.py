@@ -36,31 +36,38 @@ def norm_chain_kernel(
     mask = cols < width
     row = tl.program_id(0).to(tl.int64) * width + cols
     dtype = y1_ptr.dtype.element_ty
+    # all that no kernel before writes is on its way before the wait
     if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr).to(tl.float32)
+    if NUM_NEXT > 0:
+        w1 = tl.load(w1_ptr + cols, mask=mask, other=0.0)
+    if NUM_NEXT > 1:
+        w2 = tl.load(w2_ptr + cols, mask=mask, other=0.0)
+    if NUM_NEXT > 2:
+        w3 = tl.load(w3_ptr + cols, mask=mask, other=0.0)
     wait_for_inputs()
     release_dependents()
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row, mask=mask, other=0.0).to(tl.float32)
     s = sum_parts(x_ptr, part_stride, row, mask, PARTS)
     if HAS_WEIGHT:
-        s = (s * inverse_rms(s, width, eps) * weight).to(dtype).to(tl.float32)
+        s = (s * inverse_rms(s, width, eps) * weight.to(tl.float32)).to(dtype).to(tl.float32)
     if HAS_RESIDUAL:
-        s = (tl.load(residual_ptr + row, mask=mask, other=0.0).to(tl.float32) + s).to(dtype).to(tl.float32)
-        if HAS_SCALE:
-            s = (s * tl.load(scale_ptr).to(tl.float32)).to(dtype).to(tl.float32)
+        s = (residual + s).to(dtype).to(tl.float32)
+    if HAS_SCALE:
+        s = s * scale
     s = s.to(dtype).to(tl.float32)
-    if NUM_NEXT > 0:
-        normed = s * inverse_rms(s, width, eps)
     if STORE_SUM:
         tl.store(sum_ptr + row, s.to(dtype), mask=mask)
     if NUM_NEXT > 0:
-        w = tl.load(w1_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y1_ptr + row, (normed * w).to(dtype), mask=mask)
+        normed = s * inverse_rms(s, width, eps)
+        tl.store(y1_ptr + row, (normed * w1.to(tl.float32)).to(dtype), mask=mask)
     if NUM_NEXT > 1:
-        w = tl.load(w2_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y2_ptr + row, (normed * w).to(dtype), mask=mask)
+        tl.store(y2_ptr + row, (normed * w2.to(tl.float32)).to(dtype), mask=mask)
     if NUM_NEXT > 2:
-        w = tl.load(w3_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y3_ptr + row, (normed * w).to(dtype), mask=mask)
+        tl.store(y3_ptr + row, (normed * w3.to(tl.float32)).to(dtype), mask=mask)
 
 
 @triton.jit
@@ -76,7 +83,8 @@ def weightless_norm_kernel(x_ptr, y_ptr, width, eps, BLOCK: tl.constexpr):
 
 
 def _warps(width):
-    return 4 if width <= 1024 else 8
+    """A row is read once, and what counts is to have it all under way at once: four elements a thread."""
+    return min(32, max(4, next_power_of_2(width) // 128))
 
 
 def rmsnorm(x, weight, eps):
