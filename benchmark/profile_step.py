@@ -96,12 +96,18 @@ def watch_phases(scheduler: Scheduler) -> Clock:
     scheduler.step = clock.wrap("schedule and reply", scheduler.step)  # type: ignore[method-assign]
     worker.forward_batch_generation = clock.wrap("worker: rest", worker.forward_batch_generation)  # type: ignore[method-assign]
     if isinstance(worker, FrozenKVMTPWorker):
-        worker.draft = clock.wrap("draft: plan and loop", worker.draft)
-        worker.verify = clock.wrap("verify: accept and seed", worker.verify)
+        stages = worker.round
+        stages.draft.run = clock.wrap("draft: plan and loop", stages.draft.run)
+        stages.verify.run = clock.wrap("target: plan and sample", stages.verify.run)
+        stages.accept.run = clock.wrap("accept and seed", stages.accept.run)
         worker.runner.model.forward = clock.wrap("draft: assistant forward", worker.runner.model.forward)
         worker.runner.model.draft_argmax = clock.wrap("draft: head and argmax", worker.runner.model.draft_argmax)
-    target.decode_rows = clock.wrap("target: plan and sample", target.decode_rows)
-    target.runner.model.forward = clock.wrap("target: forward", target.runner.model.forward)
+    else:
+        program = worker.loop.runner.program
+        program.run = clock.wrap("target: plan and sample", program.run)
+    model = target.runner.model
+    model.forward = clock.wrap("target: forward", model.forward)
+    model.greedy_tokens = clock.wrap("target: forward", model.greedy_tokens)
     return clock
 
 

@@ -70,8 +70,15 @@ def measure_reserve_bytes(
     batch = _extend_batch(memory, load, runner.device.torch_device)
     program = _decode_program(runner, memory, backend, load)
     with torch.inference_mode():
-        extend = runner.device.peak_bytes(lambda: worker.extend(batch))
-        decode = runner.device.peak_bytes(lambda: program.run(Step(load.batch_size, StepKind.SAMPLED, None)))
+        try:
+            extend = runner.device.peak_bytes(lambda: worker.extend(batch))
+            decode = runner.device.peak_bytes(lambda: program.run(Step(load.batch_size, StepKind.SAMPLED, None)))
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"a prefill of {load.prefill_tokens} tokens or a decode step of {load.batch_size} requests does not "
+                "fit beside the weights: lower --chunked-prefill-size, --cuda-graph-max-bs or --context-length "
+                f"({error})"
+            ) from error
     reserve = extend + decode + load.num_graphs * _GRAPH_BYTES + _SLACK_BYTES
     logger.info(
         "Memory kept for forwards: %.0f MB (prefill of %d tokens %.0f MB, decode step of %d requests %.0f MB)",

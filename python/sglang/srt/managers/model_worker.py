@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from sglang.srt.managers.schedule_batch import GenerationBatchResult, ScheduleBatch
@@ -16,6 +17,13 @@ class ModelWorker(Protocol):
     kv_manager: KVCacheManager
 
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult: ...
+
+    def launch(self, batch: ScheduleBatch) -> Callable[[], GenerationBatchResult]:
+        """Start a decode step; calling what comes back waits for it. With ``supports_overlap`` the next step of the
+        same requests may be started before, if ``can_run_ahead`` says so and they own slots for both."""
+        ...
+
+    def can_run_ahead(self, batch: ScheduleBatch) -> bool: ...
 
     def describe(self) -> dict[str, object]:
         """Facts for the start-up log and ``/server_info``."""

@@ -35,11 +35,12 @@ class OutputProcessor:
         """Take the result of a step; returns the replies that are due."""
         tokens = result.next_token_ids.tolist()
         runs = [row[:accept_len] for row, accept_len in zip(tokens, result.accept_lens.tolist(), strict=True)]
+        reqs = [req for req in batch.reqs if req.kv is not None]
         if batch.mode is ForwardMode.EXTEND:
             self._apply_extend(batch, runs)
         else:
             self._apply_decode(batch, runs, result.num_drafts)
-        return [out for req in batch.reqs if (out := self._due_output(req)) is not None]
+        return [out for req in reqs if (out := self._due_output(req)) is not None]
 
     def abort(self, req: Req, message: str, status: int | None) -> TokenOut:
         """End a request at whatever stage it is; returns its final reply."""
@@ -64,14 +65,16 @@ class OutputProcessor:
                 self._append(req, run)
 
     def _apply_decode(self, batch: ScheduleBatch, runs: Sequence[Sequence[int]], num_drafts: int) -> None:
-        gained = 0
+        gained, num_rows = 0, sum(req.kv is not None for req in batch.reqs)
         for req, run in zip(batch.reqs, runs, strict=True):
+            if req.kv is None:  # it ended, or lost its memory, when this step was already under way
+                continue
             kept = self._append(req, run)
             gained += kept
             if num_drafts:
                 # the last token of a run is the target's own, those before it are accepted drafts
                 self._count_accepted(req, min(kept, len(run) - 1))
-        self._metrics.count_decode(len(batch.reqs), gained)
+        self._metrics.count_decode(num_rows, gained)
 
     def _append(self, req: Req, run: Sequence[int]) -> int:
         """Keep what the request gets of its run, commit what is in the pool, and end it if it ends; tokens kept."""

@@ -28,6 +28,13 @@ class RunningBatch:
             self._sampling_info = make_sampling_info(self.reqs, self._device)
         return ScheduleBatch(ForwardMode.DECODE, self.reqs, (), self._sampling_info, self.spec_info)
 
+    def advance(self, batch: ScheduleBatch, spec_info: SpecInput | None) -> None:
+        """After a step of ``batch``, which may still have rows that were dropped while it ran."""
+        if batch.reqs is not self.reqs:
+            self.reqs, self._sampling_info = batch.reqs, None
+        self.spec_info = spec_info
+        self.keep_open()
+
     def keep_open(self) -> None:
         """Drop the rows of requests that ended or lost their KV."""
         rows = open_rows(self.reqs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ from sglang.srt.utils.hf_transformers.tokenizer import load_tokenizer
 from sglang.srt.utils.log import configure_logger
 
 logger = logging.getLogger(__name__)
+
+PendingResult = Callable[[], GenerationBatchResult]
 
 
 class Scheduler:
@@ -80,11 +83,12 @@ class Scheduler:
         )
         self._outs: list[TokenOut] = []
         self._extended_last = False
+        self._ahead: tuple[ScheduleBatch, PendingResult] | None = None  # a decode step that runs already
         self._shutdown: ControlReq | None = None
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running.reqs) or self.chunked is not None
+        return bool(self.waiting or self.running.reqs) or self.chunked is not None or self._ahead is not None
 
     def event_loop(self) -> None:
         """Serve until a shutdown is asked for; an idle loop sleeps in ``recv``.
@@ -140,10 +144,20 @@ class Scheduler:
         self._forget_finished()
 
     def step(self) -> None:
-        """Run one batch and apply its result. Needs work to do."""
-        batch = self._next_batch()
+        """Run one batch and apply its result. Needs work to do.
+
+        Where the worker can, the next decode step of the same requests is started before this one's result is read, so
+        that the device does not wait for the host.
+        """
+        started, self._ahead = self._ahead, None
+        batch = self._next_batch() if started is None else started[0]
         try:
-            result = self.worker.forward_batch_generation(batch)
+            if batch.mode is ForwardMode.EXTEND:
+                result = self.worker.forward_batch_generation(batch)
+            else:
+                pending = self.worker.launch(batch) if started is None else started[1]
+                self._run_ahead(batch)
+                result = pending()
         except Exception:  # whatever a model's code raises must not end the other requests
             logger.exception("a step of %d requests failed", len(batch.reqs))
             self._fail(batch)
@@ -154,6 +168,21 @@ class Scheduler:
             self._planner.ratio.decay()
             if self.metrics.totals.decode_steps % self.config.decode_log_interval == 0:
                 self.metrics.log_decode(self.load())
+
+    def _run_ahead(self, batch: ScheduleBatch) -> None:
+        """Start the step after ``batch``'s, unless another batch should come first or nobody would need it."""
+        width = self.worker.capabilities.max_tokens_per_step
+        if not self.worker.capabilities.supports_overlap or batch.reqs is not self.running.reqs:
+            return
+        if self.chunked is not None or (self.waiting and self._planner.has_room(self.running.reqs, None)):
+            return
+        ends = all(req.output_len + 1 >= req.max_new_tokens for req in batch.reqs)
+        if ends or not self.worker.can_run_ahead(batch):
+            return
+        # what this step commits is not known yet: slots for two whole steps
+        if all(req.kv and self.kv_manager.grow(req.kv, req.committed_len + 2 * width) for req in batch.reqs):
+            following = self.running.to_batch()
+            self._ahead = following, self.worker.launch(following)
 
     def run_alone(self, message: TokenizedGenerateReqInput) -> TokenOut:
         """Run one request, not streamed, to its end without the channel; its final reply. Needs an idle scheduler."""
@@ -237,10 +266,10 @@ class Scheduler:
             complete = [row for row in open_rows(batch.reqs) if batch.reqs[row] is not self.chunked]
             self.running.add(batch, complete, result.next_draft_input)
         else:
-            self.running.spec_info = result.next_draft_input
-            self.running.keep_open()
+            self.running.advance(batch, result.next_draft_input)
 
     def _fail(self, batch: ScheduleBatch) -> None:
+        self._ahead = None
         for req in batch.reqs:
             self._outs.append(self._output.abort(req, "the step that ran this request failed, see the log", 500))
         self._forget_finished()

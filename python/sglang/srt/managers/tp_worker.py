@@ -110,6 +110,7 @@ class TpModelWorker:
             "kv_layers": [spec.layer_id for spec in layout.owners],
             "weights_bytes": self.runner.weight_bytes,
             "architecture": self.runner.config.architecture,
+            "decode_batch_sizes": () if self._loop is None else self._loop.sizes.sizes,
         }
 
     def _decode_loop(self, graphs: GraphConfig) -> DecodeLoop:

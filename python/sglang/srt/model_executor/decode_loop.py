@@ -5,6 +5,8 @@ Between two steps of the same batch nothing is sent: the program has advanced th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from sglang.srt.managers.schedule_batch import GenerationBatchResult, Req, ScheduleBatch
@@ -42,10 +44,14 @@ class DecodeLoop:
         self._size = 0
         self._kind = StepKind.GREEDY
 
-    def run(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        """A step of ``batch``, whose requests own slots for it."""
+    def launch(self, batch: ScheduleBatch) -> Callable[[], GenerationBatchResult]:
+        """Start a step of ``batch``, whose requests own slots for it; the result waits for it."""
         self.runner.run(self.prepare(batch))
-        return self.finish(batch)
+        return self.read(batch)
+
+    def can_run_ahead(self, batch: ScheduleBatch) -> bool:
+        """Whether ``launch(batch)`` may come before the result of its last step: when nothing has to be sent."""
+        return self._size > 0 and batch.reqs is self._reqs
 
     def prepare(self, batch: ScheduleBatch, *, exact: bool = False) -> Step:
         """Everything on the device as the program expects it. ``exact`` asks for a step without padding."""
@@ -65,14 +71,19 @@ class DecodeLoop:
             return Step(self._size, self._kind, None)
         return Step(len(batch.reqs), self._kind, batch)
 
-    def finish(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        """What the program left; the one time in a step that the host waits."""
+    def read(self, batch: ScheduleBatch) -> Callable[[], GenerationBatchResult]:
+        """What the program left. Calling the result is the one time in a step that the host waits."""
         num = len(batch.reqs)
-        result = self._readback.read(self._out.result[:num])
-        tokens, accept_lens = result[:, :-1], result[:, -1]
-        self._committed = [n + gained for n, gained in zip(self._committed, accept_lens.tolist(), strict=True)]
-        self._seed = self._out.next_seed(self._rows.device, num)
-        return GenerationBatchResult(tokens, accept_lens, self._seed, num_drafts=self._num_drafts)
+        wait = self._readback.start(self._out.result[:num])
+
+        def finish() -> GenerationBatchResult:
+            result = wait()
+            tokens, accept_lens = result[:, :-1], result[:, -1]
+            self._committed = [n + gained for n, gained in zip(self._committed, accept_lens.tolist(), strict=True)]
+            self._seed = self._out.next_seed(self._rows.device, num)
+            return GenerationBatchResult(tokens, accept_lens, self._seed, num_drafts=self._num_drafts)
+
+        return finish
 
     def capture(self) -> None:
         """Before the first step: the rows must hold nothing but padding."""

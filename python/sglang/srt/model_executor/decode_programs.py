@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sgl_kernel.decode_step import advance_rows, place_rows
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logit_controls import apply_logit_controls
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -66,7 +67,6 @@ class TargetForward:
         self._backend = backend
         self._memory = memory
         self._width = width
-        self._offsets = torch.arange(width, device=memory.req_to_token.device)
         self._mode = ForwardMode.DECODE if width == 1 else ForwardMode.TARGET_VERIFY
         self._capture = CaptureHiddenMode.FULL if capture_hidden else CaptureHiddenMode.NULL
 
@@ -84,10 +84,8 @@ class TargetForward:
         return sample_tokens(out.next_token_logits, info, fb.positions), out.hidden_states
 
     def _forward_batch(self, rows: DecodeRows, input_ids: torch.Tensor, step: Step) -> ForwardBatch:
-        positions = rows.committed_lens[:, None] + self._offsets
-        locs = self._memory.req_to_token[rows.req_pool_indices[:, None], positions]
-        positions = positions.view(-1)
-        kv_lens, q_lens = rows.committed_lens + self._width, (self._width,) * step.size
+        table, q_lens = self._memory.req_to_token, (self._width,) * step.size
+        positions, locs, kv_lens = place_rows(table, rows.req_pool_indices, rows.committed_lens, self._width)
         committed = committed_lens(step.batch)
         if committed is None:
             host, longest = None, self._memory.max_kv_len
@@ -100,7 +98,7 @@ class TargetForward:
             input_ids=input_ids,
             positions=positions,
             token_to_kv_pool=self._memory.pool,
-            out_cache_loc=locs.view(-1).to(torch.int64),
+            out_cache_loc=locs,
             attn=self._backend.init_forward_metadata(geometry),
             capture_hidden_mode=self._capture,
             logits_rows=None,
@@ -126,10 +124,9 @@ class TargetDecodeProgram:
 
     def run(self, step: Step) -> None:
         rows = self._rows.first(step.size)
-        tokens, _ = self._forward.choose(rows, rows.bonus_tokens, step)
-        rows.bonus_tokens.copy_(tokens)
-        rows.committed_lens.add_(rows.live)
-        self._out.first(step.size).result[:, 0].copy_(tokens)  # the second column stays 1
+        out, newest = self._out.first(step.size), rows.bonus_tokens
+        tokens, _ = self._forward.choose(rows, newest, step)
+        advance_rows(newest[:, None], tokens[:, None], rows.live, None, rows.committed_lens, newest, out.result)
 
 
 class TargetVerifyProgram:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sgl_kernel.spec_tree import accept_and_gather
+from sgl_kernel.decode_step import advance_rows
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphProgram, Step
 from sglang.srt.model_executor.decode_programs import VerifyBuffers, committed_lens
@@ -107,11 +107,17 @@ class FrozenKVMTPAcceptProgram:
         if self._simulated_len is not None:
             forced = simulated_accept_lens(self._simulated_len, rows.seeds, rows.committed_lens)
         hidden = out.verify_hidden.view(-1, out.hidden_states.shape[1])
-        accept_lens, bonus, seed = accept_and_gather(out.draft_tokens, out.target_tokens, hidden, forced)
-        torch.cat((out.target_tokens, accept_lens[:, None]), dim=1, out=out.result)
-        rows.bonus_tokens.copy_(bonus)
-        out.hidden_states.copy_(seed)
-        rows.committed_lens.addcmul_(accept_lens, rows.live)
+        advance_rows(
+            out.draft_tokens,
+            out.target_tokens,
+            rows.live,
+            forced,
+            rows.committed_lens,
+            rows.bonus_tokens,
+            out.result,
+            hidden,
+            out.hidden_states,
+        )
 
 
 class FrozenKVMTPRound:

@@ -100,7 +100,7 @@ class FrozenKVMTPWorker(TpModelWorker):
         return self.loop.finish(batch)
 
     def describe(self) -> dict[str, object]:
-        facts = self.target.describe()
+        facts = self.target.describe() | {"decode_batch_sizes": self.loop.sizes.sizes}
         facts["spec"] = {
             "algorithm": self.spec.algorithm,
             "num_steps": self.spec.num_steps,

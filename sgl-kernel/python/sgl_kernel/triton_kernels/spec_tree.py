@@ -10,6 +10,21 @@ _BLOCK_H = 1024
 
 
 @triton.jit
+def chain_accept_len(
+    draft_ptr, forced_ptr, b, target, N, draft_stride, HAS_FORCED: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Length of request ``b``'s accepted run, int32 in 1..N. ``target`` [BLOCK_N]: the target's choice at each node."""
+    j = tl.arange(0, BLOCK_N)
+    if HAS_FORCED:
+        accept_len = tl.minimum(tl.maximum(tl.load(forced_ptr + b), 1), N).to(tl.int32)
+    else:
+        draft = tl.load(draft_ptr + b * draft_stride + j + 1, mask=j < N - 1, other=-1)
+        agree = (j < N - 1) & (draft == target)
+        accept_len = 1 + tl.min(tl.where(agree, BLOCK_N, j), axis=0)
+    return accept_len
+
+
+@triton.jit
 def accept_kernel(
     draft_ptr, target_ptr, hidden_ptr, forced_ptr, lens_ptr, bonus_ptr, out_ptr, N, H, draft_stride, target_stride,
     HAS_FORCED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -20,12 +35,7 @@ def accept_kernel(
     h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     wait_for_inputs()
     target = tl.load(target_ptr + b * target_stride + j, mask=j < N, other=-1)
-    if HAS_FORCED:
-        accept_len = tl.minimum(tl.maximum(tl.load(forced_ptr + b), 1), N).to(tl.int32)
-    else:
-        draft = tl.load(draft_ptr + b * draft_stride + j + 1, mask=j < N - 1, other=-1)
-        agree = (j < N - 1) & (draft == target)
-        accept_len = 1 + tl.min(tl.where(agree, BLOCK_N, j), axis=0)
+    accept_len = chain_accept_len(draft_ptr, forced_ptr, b, target, N, draft_stride, HAS_FORCED, BLOCK_N)
     state = tl.load(hidden_ptr + (b * N + accept_len - 1) * H + h, mask=h < H)
     release_dependents()
     tl.store(out_ptr + b * H + h, state, mask=h < H)
