@@ -164,6 +164,8 @@ class Timed:
         Every replay is the same step: the rows are told that they are padding, which stays where it is. The tokens
         it leaves are nobody's, so only ``stop`` may follow.
         """
+        while self.scheduler._ahead is not None:
+            self.scheduler.step(run_ahead=False)
         self.scheduler._make_room()
         worker, found = self.worker, {}
         assert isinstance(worker, TpModelWorker)

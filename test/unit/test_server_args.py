@@ -81,6 +81,7 @@ RESOLUTION: dict[str, tuple[list[str], Any]] = {
     "cuda_graph_max_bs": (["--cuda-graph-max-bs", "24"], 24),
     "cuda_graph_bs": (["--cuda-graph-bs", "1", "2", "12"], (1, 2, 12)),
     "disable_cuda_graph_padding": (["--disable-cuda-graph-padding"], True),
+    "disable_overlap_schedule": (["--disable-overlap-schedule"], True),
     "enable_deterministic_inference": (["--enable-deterministic-inference"], True),
     "random_seed": (["--random-seed", "5"], 5),
     "stream_interval": (["--stream-interval", "4"], 4),
@@ -319,7 +320,6 @@ def test_unsupported_flags_on_the_command_line() -> None:
         "--tp-size",
         "1",
         "--disable-piecewise-cuda-graph",
-        "--disable-overlap-schedule",
         "--dp=1",
         "--grammar-backend",
         "none",
@@ -348,9 +348,7 @@ def test_no_flag_is_both_supported_and_refused() -> None:
 
 
 def test_keywords_of_the_engine() -> None:
-    args = ServerArgs.from_kwargs(
-        {"model_path": TINY, "tp_size": 1, "disable_overlap_schedule": True, "lora_paths": None}
-    )
+    args = ServerArgs.from_kwargs({"model_path": TINY, "tp_size": 1, "lora_paths": None})
     assert args == ServerArgs(model_path=TINY)
     with pytest.raises(ValueError, match="--tp-size is not supported"):
         ServerArgs.from_kwargs({"model_path": TINY, "tp_size": 2})
@@ -394,7 +392,7 @@ def test_graph_sizes_follow_from_one_another() -> None:
     assert resolve().disable_cuda_graph, "nothing is captured on a CPU"
     args = resolve("--cuda-graph-bs", "8", "2", "--disable-cuda-graph-padding")
     assert args.cuda_graph_max_bs == 8
-    assert args.graph_config() == GraphConfig(capture=False, sizes=(8, 2), max_size=8, pad=False)
+    assert args.graph_config() == GraphConfig(capture=False, sizes=(8, 2), max_size=8, pad=False, overlap=True)
     assert ServerArgs.from_kwargs({"model_path": TINY, "cuda_graph_bs": [1, 4]}).cuda_graph_bs == (1, 4)
     with pytest.raises(ValueError, match="--cuda-graph-bs has 9, which is above --cuda-graph-max-bs 8"):
         resolve("--cuda-graph-bs", "9", "1", "--cuda-graph-max-bs", "8")

@@ -244,6 +244,13 @@ class ServerArgs:
     disable_cuda_graph_padding: bool = arg(
         False, "Run only batches of exactly a captured size as CUDA graphs.", "flag", _RUNTIME
     )
+    disable_overlap_schedule: bool = arg(
+        False,
+        "Start a decode step only when the result of the one before it has been read. By default steps that run as "
+        "CUDA graphs are started one ahead.",
+        "flag",
+        _RUNTIME,
+    )
     enable_deterministic_inference: bool = arg(
         False,
         "On CUDA, compute every row of a matrix product alike however many rows are computed at once, so that "
@@ -463,6 +470,7 @@ class ServerArgs:
             sizes=self.cuda_graph_bs,
             max_size=self.cuda_graph_max_bs,
             pad=not self.disable_cuda_graph_padding,
+            overlap=not self.disable_overlap_schedule,
         )
 
     def spec_config(self) -> SpecConfig | None:

@@ -64,10 +64,12 @@ class GraphConfig:
     """How decode steps run: which batch sizes they are padded to, and whether each size is captured as a graph.
 
     ``sizes`` None: a list up to ``max_size`` where steps are captured, no padding where they are not. Without ``pad``
-    only batches of exactly a captured size run as graphs.
+    only batches of exactly a captured size run as graphs. ``overlap``: a captured step may be started before the
+    result of the one before it is read.
     """
 
     capture: bool
     sizes: tuple[int, ...] | None
     max_size: int
     pad: bool
+    overlap: bool

@@ -169,8 +169,8 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "enable-torch-compile enable-torch-compile-debug-mode torch-compile-max-bs",
     ),
     (
-        "a step is scheduled after the one before it has ended",
-        "disable-overlap-schedule= num-continuous-decode-steps=1",
+        "a step is scheduled once the result of the one before the last is known",
+        "num-continuous-decode-steps=1",
     ),
     (
         "a step is either prefill or decode",

@@ -94,19 +94,29 @@ def plan_paged_attention(rows: PagedRows, kind: HeadKind) -> PagedWork:
 
 
 def paged_attention(
-    q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PagedRows, kind: HeadKind, work: PagedWork
+    q: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: PagedRows,
+    kind: HeadKind,
+    work: PagedWork,
+    *,
+    planned_just_now: bool = True,
 ) -> torch.Tensor:
     """``q`` [T, H, D], each row contiguous; ``key``, ``value`` [slots, KH, D] contiguous -> [T, H, D].
 
     Row t of request b sees position k when k < kv_lens[b], k <= positions[t] and, with a window, k > positions[t] -
     window; a row that sees nothing gets zeros. A row's result depends bitwise on itself and its keys only. Softmax and
-    sums are float32. ``work`` is ``plan_paged_attention(rows, kind)``.
+    sums are float32. ``work`` is ``plan_paged_attention(rows, kind)``; ``planned_just_now`` False promises that another
+    kernel was launched since, so that this one may read the plan before the kernel before it has ended.
     """
     if not q.is_cuda:
         return paged_attention_torch(q, key, value, rows, kind.window)
     if rows.is_extend:
         return triton_kernels("attention_extend").attend_extend(q, key, value, rows, kind, work)
-    return triton_kernels("paged_attention").attend_decode(q, key, value, rows, kind, work)
+    return triton_kernels("paged_attention").attend_decode(
+        q, key, value, rows, kind, work, planned_just_now=planned_just_now
+    )
 
 
 def paged_attention_torch(

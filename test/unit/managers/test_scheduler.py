@@ -418,14 +418,14 @@ def test_sampling_tensors_follow_the_rows() -> None:
     """Requests of one batch end at different times; each draws with its own seed to its end."""
     engine = ToyEngine(ToyWorker(512, width=2))
     made = []
-    run_step = engine.worker.forward_batch_generation
+    begin = engine.worker.begin
 
     def check_rows(batch):
         assert batch.sampling_info.seeds.tolist() == [req.seed for req in batch.reqs]
         made.append((batch.mode, len(batch.reqs), id(batch.sampling_info)))
-        return run_step(batch)
+        begin(batch)
 
-    engine.worker.forward_batch_generation = check_rows
+    engine.worker.begin = check_rows
     for i in range(5):
         engine.add(f"r{i}", prompt(4, i), num_tokens=10 + 7 * (i % 3), sampling_seed=100 + i)
         engine.scheduler.step()

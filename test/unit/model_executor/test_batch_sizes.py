@@ -9,7 +9,7 @@ from sglang.srt.server_args_slices import GraphConfig
 
 
 def config(sizes: tuple[int, ...] | None = None, *, capture: bool = True, max_size: int = 256) -> GraphConfig:
-    return GraphConfig(capture=capture, sizes=sizes, max_size=max_size, pad=True)
+    return GraphConfig(capture=capture, sizes=sizes, max_size=max_size, pad=True, overlap=True)
 
 
 def test_the_default_list_is_dense_where_batches_are_small() -> None:

@@ -143,7 +143,7 @@ class Scheduler:
                 self._outs.append(self._output.abort(req, "the request was aborted", None))
         self._forget_finished()
 
-    def step(self) -> None:
+    def step(self, *, run_ahead: bool = True) -> None:
         """Run one batch and apply its result. Needs work to do.
 
         Where the worker can, the next decode step of the same requests is started before this one's result is read, so
@@ -156,7 +156,8 @@ class Scheduler:
                 result = self.worker.forward_batch_generation(batch)
             else:
                 pending = self.worker.launch(batch) if started is None else started[1]
-                self._run_ahead(batch)
+                if run_ahead:
+                    self._run_ahead(batch)
                 result = pending()
         except Exception:  # whatever a model's code raises must not end the other requests
             logger.exception("a step of %d requests failed", len(batch.reqs))

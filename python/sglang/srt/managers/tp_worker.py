@@ -5,6 +5,7 @@ Shapes: B requests, N rows per request in a decode step, V vocabulary, H hidden 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -53,7 +54,8 @@ class TpModelWorker:
         self.backend = backend
         self.kv_manager = memory.kv_manager
         self.capture_hidden = capture_hidden
-        self.capabilities = SpecCapabilities(max_tokens_per_step=1, needs_draft_kv=False, supports_overlap=False)
+        overlap = graphs is not None and graphs.overlap
+        self.capabilities = SpecCapabilities(max_tokens_per_step=1, needs_draft_kv=False, supports_overlap=overlap)
         self._loop = None if graphs is None else self._decode_loop(graphs)
 
     def kv_reader(self) -> KVMemory:
@@ -69,9 +71,18 @@ class TpModelWorker:
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         with torch.inference_mode():
             if batch.mode is not ForwardMode.EXTEND:
-                return self.loop.run(batch)
+                return self.launch(batch)()
             tokens = self.extend(batch)[0][:, None]
             return GenerationBatchResult(tokens, torch.ones(len(batch.reqs), dtype=torch.int64), None, num_drafts=0)
+
+    def launch(self, batch: ScheduleBatch) -> Callable[[], GenerationBatchResult]:
+        """Start a decode step; calling the result waits for it."""
+        with torch.inference_mode():
+            return self.loop.launch(batch)
+
+    def can_run_ahead(self, batch: ScheduleBatch) -> bool:
+        """Whether ``launch(batch)`` may come before the last step of the same requests was read."""
+        return self.loop.can_run_ahead(batch)
 
     def capture_graphs(self) -> None:
         """Once, before the first step."""

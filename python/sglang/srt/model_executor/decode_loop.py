@@ -76,6 +76,7 @@ class DecodeLoop:
         num = len(batch.reqs)
         wait = self._readback.start(self._out.result[:num])
 
+        @torch.inference_mode()
         def finish() -> GenerationBatchResult:
             result = wait()
             tokens, accept_lens = result[:, :-1], result[:, -1]

@@ -62,7 +62,8 @@ def build_kv_memory(
     graphs will need of a GPU besides. ``ValueError`` when the pool would not hold a single step of one request.
     """
     page = memory.page_size
-    row_len = -(-(memory.context_length + tokens_per_step) // page) * page
+    # a step may be started before the one before it is read: slots for two
+    row_len = -(-(memory.context_length + 2 * tokens_per_step) // page) * page
     row_bytes = 0 if device.kind == "cpu" else row_len * torch.int32.itemsize
     bytes_per_token = layout.elements_per_token * dtype.itemsize
     num_bytes = kv_budget_bytes(memory, device, reserve_bytes)

@@ -10,6 +10,7 @@ Shapes: B requests, S draft steps, N = S + 1 rows per request, H hidden width of
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -57,7 +58,7 @@ class FrozenKVMTPWorker(TpModelWorker):
         embed, _ = target.runner.model.get_embed_and_head()
         runner.model.bind_frozen_kv_context(self.context, embed)
         self.capabilities = SpecCapabilities(
-            max_tokens_per_step=spec.num_draft_tokens, needs_draft_kv=False, supports_overlap=False
+            max_tokens_per_step=spec.num_draft_tokens, needs_draft_kv=False, supports_overlap=graphs.overlap
         )
         self._check_digest = SGLANG_DEBUG_KV_DIGEST.get()
         self._rows = ResidentRows(self.memory.max_requests, self.memory.dummy_row, self._device)
@@ -69,9 +70,14 @@ class FrozenKVMTPWorker(TpModelWorker):
         with torch.inference_mode():
             if batch.mode is ForwardMode.EXTEND:
                 return self._extend(batch)
-            if self._check_digest:
-                return self.verify(batch, self.draft(batch))
-            return self.loop.run(batch)
+            return self.launch(batch)()
+
+    def launch(self, batch: ScheduleBatch) -> Callable[[], GenerationBatchResult]:
+        if not self._check_digest:
+            return super().launch(batch)
+        with torch.inference_mode():
+            result = self.verify(batch, self.draft(batch))
+        return lambda: result
 
     def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """The target alone; its token and hidden state seed the first draft."""
@@ -97,7 +103,7 @@ class FrozenKVMTPWorker(TpModelWorker):
         self._buffers.draft_tokens[: len(batch.reqs)].copy_(chain.draft_tokens)
         self.round.verify.run(step)
         self.round.accept.run(step)
-        return self.loop.finish(batch)
+        return self.loop.read(batch)()
 
     def describe(self) -> dict[str, object]:
         facts = self.target.describe() | {"decode_batch_sizes": self.loop.sizes.sizes}

@@ -68,24 +68,32 @@ class Staging:
 
 
 class Readback:
-    """The one way results come to the host: one copy, one wait."""
+    """The one way results come to the host: one copy, one wait. Two copies may be under way."""
 
     def __init__(self, source: torch.Tensor) -> None:
         """``source`` is the largest tensor that will be read."""
-        self._pinned, self._done = None, None
+        self._slots: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         if source.is_cuda:
-            self._pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            for _ in range(2):
+                pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+                self._slots.append((pinned, torch.cuda.Event()))  # type: ignore[no-untyped-call]
 
-    def read(self, source: torch.Tensor) -> torch.Tensor:
-        """A copy of ``source``, the first rows of the tensor this was made for, on the host."""
-        if self._pinned is None or self._done is None:
-            return source.clone()
-        target = self._pinned[: source.shape[0]]
+    def start(self, source: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to copy ``source``, the first rows of the tensor this was made for; the result waits for the copy."""
+        if not self._slots:
+            copy = source.clone()
+            return lambda: copy
+        pinned, done = self._slots[0]
+        self._slots.reverse()
+        target = pinned[: source.shape[0]]
         target.copy_(source, non_blocking=True)
-        self._done.record()
-        self._done.synchronize()
-        return target.clone()
+        done.record()
+
+        def wait() -> torch.Tensor:
+            done.synchronize()
+            return target.clone()
+
+        return wait
 
 
 def set_compute_threads(wanted: int) -> int:

@@ -132,9 +132,11 @@ def split_kernel(
     stats_ptr, q_stride, table_stride, chunks, num_rows,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     VALUE_PARTS: tl.constexpr, WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, PRECISION: tl.constexpr,
+    PLANNED_JUST_NOW: tl.constexpr,
 ):  # fmt: skip
     """Partial results [B, C, N, H] of the items: output [.., D], (maximum, sum) [.., 2]. Any one-dimensional grid."""
-    wait_for_inputs()
+    if PLANNED_JUST_NOW:  # the items themselves may still be on their way
+        wait_for_inputs()
     tiles = tl.cdiv(num_rows * GROUP, BLOCK_M)
     per_chunk = tiles * KV_HEADS * VALUE_PARTS
     D_OUT: tl.constexpr = D // VALUE_PARTS
@@ -156,6 +158,8 @@ def split_kernel(
         row, head = row // GROUP, kv_head * GROUP + row % GROUP
         token = request * num_rows + row
         q_pos = tl.load(positions_ptr + token, mask=ok, other=-1).to(tl.int32)
+        wait_for_inputs()
+        release_dependents()
         q_at = token.to(tl.int64) * q_stride + head * D
         q = tl.load(q_ptr + q_at[:, None] + width[None, :], mask=ok[:, None], other=0.0)
         tree_row, first_draft = tree_ptr, 0
@@ -172,7 +176,6 @@ def split_kernel(
             tl.store(stats_ptr + 2 * at, top, mask=ok)
             tl.store(stats_ptr + 2 * at + 1, total, mask=ok)
         tl.store(acc_ptr + (at * D + part * D_OUT)[:, None] + out_width[None, :], acc, mask=ok[:, None])
-    release_dependents()
 
 
 @triton.jit(do_not_specialize=["num_rows", "chunks"])
@@ -181,7 +184,6 @@ def merge_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Output of one query row and head, BLOCK_D columns. Chunks are summed in groups at absolute chunk numbers."""
-    wait_for_inputs()
     row = tl.program_id(0)
     width = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     request = row // (num_rows * HEADS)
@@ -190,6 +192,8 @@ def merge_kernel(
     top = float("-inf")
     total = 0.0
     acc = tl.zeros([BLOCK_D], tl.float32)
+    wait_for_inputs()
+    release_dependents()
     for group in range(first // MERGED_AT_ONCE * MERGED_AT_ONCE, end, MERGED_AT_ONCE):
         chunk = group + tl.arange(0, MERGED_AT_ONCE)
         there = (chunk >= first) & (chunk < end)
@@ -204,7 +208,6 @@ def merge_kernel(
         total = total * keep + tl.sum(part_total * weight, 0)
         acc = acc * keep + tl.sum(part * weight[:, None], 0)
         top = new_top
-    release_dependents()
     # a row that sees no key at all gets zeros
     out = acc / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + row.to(tl.int64) * D + width, out.to(out_ptr.dtype.element_ty))
@@ -258,8 +261,8 @@ def plan_decode(rows, kind):
     return work
 
 
-def attend_decode(q, key, value, rows, kind, work):
-    """``q`` [B * N, H, D] -> [B * N, H, D], contiguous."""
+def attend_decode(q, key, value, rows, kind, work, *, planned_just_now):
+    """``q`` [B * N, H, D] -> [B * N, H, D], contiguous. ``planned_just_now``: ``work`` is used for the first time."""
     check_layout(q, key, value, kind)
     config = work.config
     batch, chunks, num_rows, heads, width = work.acc.shape
@@ -276,7 +279,8 @@ def attend_decode(q, key, value, rows, kind, work):
         work.acc, work.stats, q.stride(0), rows.req_to_token.stride(0), chunks, num_rows,
         KV_HEADS=kind.num_kv_heads, GROUP=group, D=width, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         VALUE_PARTS=config.value_parts, WINDOW=kind.window or 0, HAS_TREE=tree is not None,
-        PRECISION=dot_precision(q.dtype), **options(config.num_warps, config.num_stages),
+        PRECISION=dot_precision(q.dtype), PLANNED_JUST_NOW=planned_just_now,
+        **options(config.num_warps, config.num_stages),
     )  # fmt: skip
     block_d = min(width, 256)
     merge_kernel[(batch * num_rows * heads, width // block_d)](

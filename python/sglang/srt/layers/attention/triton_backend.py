@@ -54,6 +54,8 @@ class TritonAttnPlan:
     def attend(self, q: torch.Tensor, kv: LayerKV) -> torch.Tensor:
         """``q`` [T, H, D] -> [T, H, D]; softmax in float32, scale 1."""
         kind = HeadKind(q.shape[1], kv.key.shape[1], q.shape[2], q.dtype, kv.window)
-        if kind not in self._work:
-            self._work[kind] = plan_paged_attention(self._rows, kind)
-        return paged_attention(q, kv.key, kv.value, self._rows, kind, self._work[kind])
+        work = self._work.get(kind)
+        if work is None:
+            planned = self._work[kind] = plan_paged_attention(self._rows, kind)
+            return paged_attention(q, kv.key, kv.value, self._rows, kind, planned)
+        return paged_attention(q, kv.key, kv.value, self._rows, kind, work, planned_just_now=False)
