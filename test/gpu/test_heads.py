@@ -42,6 +42,7 @@ def test_centroid_head(rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_best_clusters_in_order(dtype: torch.dtype) -> None:
     check_best_clusters(dtype, "cuda", rows=8, clusters=2048, top_k=32)
+    check_best_clusters(dtype, "cuda", rows=1, clusters=5, top_k=1)
 
 
 def test_a_hundred_runs_agree() -> None:

@@ -44,6 +44,7 @@ def test_grouping_is_stable(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 16, 1000])
 def test_routing(rows: int) -> None:
     check_route(REAL, "cuda", rows, parts=4)
+    check_route(MoEShape(experts=3, top_k=1, hidden=1, width=1), "cuda", rows, parts=1)
     check_router(REAL, torch.float32, "cuda", rows)
     check_router(REAL, torch.bfloat16, "cuda", max(rows, 16))
 

@@ -48,6 +48,7 @@ def test_centroid_head_in_half_precision() -> None:
 @pytest.mark.parametrize("dtype", [F32, F16])
 def test_best_clusters_in_order(dtype: torch.dtype) -> None:
     check_best_clusters(dtype, "cpu", rows=3, clusters=100, top_k=20)
+    check_best_clusters(dtype, "cpu", rows=2, clusters=5, top_k=1)
 
 
 def test_wrong_inputs_are_named() -> None:

@@ -36,6 +36,7 @@ def test_grouping_is_stable() -> None:
 @pytest.mark.parametrize(("rows", "parts"), [(1, 4), (5, 1)])
 def test_routing(rows: int, parts: int) -> None:
     check_route(SMALL, "cpu", rows, parts)
+    check_route(MoEShape(experts=3, top_k=1, hidden=1, width=1), "cpu", rows, parts)
 
 
 def test_equally_likely_experts_are_taken_by_lower_id() -> None:

@@ -17,7 +17,8 @@ pytestmark = interpreted
 @pytest.fixture(autouse=True)
 def fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole block at a time: the interpreter is slow by the operation, not by the element."""
-    monkeypatch.setattr(triton_kernels("sampling"), "CHUNK", triton_kernels("sampling").BLOCK)
+    filters = triton_kernels("sampling_filters")
+    monkeypatch.setattr(filters, "CHUNK", filters.BLOCK)
 
 
 @pytest.mark.parametrize("step", [0.0, 0.5])

@@ -114,7 +114,7 @@ def best_clusters(hidden, centroids, top_k):
     )  # fmt: skip
     best_clusters_kernel[(rows,)](
         scores, chosen, clusters, top_k,
-        BLOCK_C=next_power_of_2(clusters), BLOCK_K=next_power_of_2(top_k), **options(8),
+        BLOCK_C=max(2, next_power_of_2(clusters)), BLOCK_K=max(2, next_power_of_2(top_k)), **options(8),
     )  # fmt: skip
     return chosen
 

@@ -100,7 +100,7 @@ def _route(logits, squares, scale, top_k, width, eps):
     route_kernel[(rows,)](
         logits, logits if squares is None else squares, scale, weights, ids, rows, num_experts, top_k, width, eps,
         PARTS=logits.shape[0] if logits.dim() == 3 else 1, NORM=squares is not None,
-        BLOCK_E=next_power_of_2(num_experts), BLOCK_K=next_power_of_2(top_k), **options(1),
+        BLOCK_E=max(2, next_power_of_2(num_experts)), BLOCK_K=max(2, next_power_of_2(top_k)), **options(1),
     )  # fmt: skip
     return weights, ids
 
