@@ -92,7 +92,7 @@ def test_a_chain_as_a_tree_is_the_chain(kind: HeadKind) -> None:
     problem = make_problem(kind, COMMITTED, [num_rows] * batch, device="cuda")
     chain = torch.ones(batch, num_rows, num_rows, dtype=torch.uint8, device="cuda").tril()
     as_tree = replace(problem, rows=replace(problem.rows, tree_mask=chain))
-    assert torch.equal(attend(as_tree), attend(problem))
+    torch.testing.assert_close(attend(as_tree), attend(problem), rtol=2**-6, atol=2**-7)
     branches = chain.clone()
     branches[:, 2:, 1] = 0
     _check(replace(problem, rows=replace(problem.rows, tree_mask=branches)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kernel.norm import add_norm, rmsnorm, rmsnorm_add
+from sgl_kernel.norm import add_norm, rmsnorm
 
 
 class RMSNorm:
@@ -15,10 +15,6 @@ class RMSNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [..., width], same shape and dtype out."""
         return rmsnorm(x, self.weight, self.eps)
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``residual + norm(x)``."""
-        return rmsnorm_add(x, self.weight, self.eps, residual)
 
     def add_then_norm(
         self,

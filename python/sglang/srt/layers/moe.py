@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kernel.moe import expert_pairs, experts, norm_and_route
+from sgl_kernel.moe import expert_pairs, norm_and_route
 from sglang.srt.configs.model_config import MoEConfig
 
 
@@ -29,12 +29,7 @@ class MoE:
             residual, self.router_scale, self.router_proj, self.per_expert_scale, self.top_k, self.eps
         )
 
-    def __call__(self, residual: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """``residual``, ``normed`` [T, D] -> [T, D]."""
-        weights, expert_ids = self.route(residual)
-        return experts(normed, weights, expert_ids, self.gate_up, self.down)
-
     def pairs(self, residual: torch.Tensor, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What ``__call__`` adds up: each expert's output [T, k, D], and their weights [T, k] float32."""
+        """``residual``, ``normed`` [T, D] -> the chosen experts' outputs [T, k, D], their weights [T, k] float32."""
         weights, expert_ids = self.route(residual)
         return expert_pairs(normed, expert_ids, self.gate_up, self.down), weights

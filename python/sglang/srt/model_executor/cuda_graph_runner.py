@@ -7,9 +7,11 @@ object can be run on a CPU, run eagerly, or captured once per batch size and rep
 from __future__ import annotations
 
 import bisect
+import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -88,6 +90,19 @@ class EagerRunner:
         self.program.run(step)
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A capture ends in an error when, in the midst of it, memory or a graph of a dead object is freed."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class CudaGraphRunner:
     """Replays what it captured, and calls the program for any other step.
 
@@ -110,10 +125,11 @@ class CudaGraphRunner:
         start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
         stream = torch.cuda.Stream()
         kinds = (StepKind.SAMPLED, StepKind.GREEDY) if self.program.samples else (StepKind.GREEDY,)
-        for size in sorted(self._sizes, reverse=True):
-            for kind in kinds:
-                step = Step(size, kind, None)
-                self._graphs[self._key(step)] = self._capture(step, stream)
+        with _no_garbage_collection():
+            for size in sorted(self._sizes, reverse=True):
+                for kind in kinds:
+                    step = Step(size, kind, None)
+                    self._graphs[self._key(step)] = self._capture(step, stream)
         logger.info(
             "Captured %s: %d graphs for batches up to %d in %.1f s, %.0f MB",
             self.program.name,

@@ -14,7 +14,8 @@ import torch
 from sgl_kernel.embedding import per_layer_inputs
 from sgl_kernel.head_argmax import head_argmax
 from sgl_kernel.head_norm_rope import query_norm_rope
-from sgl_kernel.linear import linear
+from sgl_kernel.linear import MAX_SKINNY_ROWS, linear
+from sgl_kernel.moe import add_experts
 from sgl_kernel.norm import sum_norm
 from sgl_kernel.packed_linear import PackedWeight, pack_weight, packed_linear
 from sglang.srt.configs.model_config import FULL, SLIDING, LayerKVSpec, ModelConfig, TextConfig
@@ -135,11 +136,23 @@ class Gemma4SparseBlock:
         self.post_norm_2 = build.norm(text.hidden_size)
         self.pre_norm_2 = build.norm(text.hidden_size)
 
-    def __call__(self, dense: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """``dense``: output of the dense MLP [T, D] or parts; ``residual``: what both branches started from."""
-        sparse = self.moe(residual, self.pre_norm_2(residual))
-        dense = dense if dense.dim() == 2 else dense.sum(0).to(residual.dtype)
-        return self.post_norm_2.add_to(self.post_norm_1(dense), sparse)
+    def __call__(
+        self,
+        dense: torch.Tensor,
+        residual: torch.Tensor,
+        normed: torch.Tensor,
+        norm: RMSNorm,
+        scale: torch.Tensor,
+        following: RMSNorm,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rest of the layer: the new stream, and the same through ``following``.
+
+        ``dense``: output of the dense MLP [T, D] or parts; ``residual``: what both branches started from; ``normed``:
+        the same through ``pre_norm_2``; ``norm``: the norm of the branches' sum; ``scale`` [1].
+        """
+        pairs, weights = self.moe.pairs(residual, normed)
+        norms = (self.post_norm_1.weight, self.post_norm_2.weight, norm.weight)
+        return add_experts(dense, pairs, weights, residual, norms, norm.eps, scale, following.weight)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return {
@@ -204,11 +217,14 @@ class Gemma4DecoderLayer:
     ) -> Stream:
         """``ple`` [T, P] or None; ``following``: the norm that comes after this layer."""
         out = self.self_attn(stream.normed, rope, fb)
+        norm = self.post_feedforward_norm
+        if self.sparse is not None:
+            before = (self.pre_feedforward_norm, self.sparse.pre_norm_2)
+            x, (normed, for_experts) = self.post_attention_norm.add_then_norm(stream.x, out, before)
+            out = self.mlp(normed)
+            return Stream(*self.sparse(out, x, for_experts, norm, self.layer_scalar, following))
         x, (normed,) = self.post_attention_norm.add_then_norm(stream.x, out, (self.pre_feedforward_norm,))
         out = self.mlp(normed)
-        if self.sparse is not None:
-            out = self.sparse(out, x)
-        norm = self.post_feedforward_norm
         if self.per_layer_input is not None:
             assert ple is not None
             x, _ = norm.add_then_norm(x, out, ())
@@ -328,9 +344,10 @@ class Gemma4ForCausalLM:
         """The most likely token after each row whose logits are wanted, [R] int64, without forming logits on a GPU;
         and the hidden states [T, D] after the final norm."""
         hidden, fb = self._hidden(fb)
-        if not hidden.is_cuda:
-            return self.logits_processor(hidden, self._head, fb).next_token_logits.argmax(dim=-1), hidden
         rows = hidden if fb.logits_rows is None else hidden[fb.logits_rows]
+        # many rows would read the head more than once
+        if not hidden.is_cuda or (rows.shape[0] > MAX_SKINNY_ROWS and not self._row_invariant):
+            return self.logits_processor(hidden, self._head, fb).next_token_logits.argmax(dim=-1), hidden
         return head_argmax(rows, self.lm_head, self.text.final_logit_softcapping)[0], hidden
 
     def _hidden(self, fb: ForwardBatch) -> tuple[torch.Tensor, ForwardBatch]:

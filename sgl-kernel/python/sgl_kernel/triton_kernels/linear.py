@@ -5,6 +5,8 @@ and the sum over K of one output element is formed in the same order for every n
 along K so that all multiprocessors read; the parts are summed by whoever consumes them, which saves a launch.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -28,13 +30,14 @@ def rows_per_tile(num_rows):
     return min(256, max(16, next_power_of_2(num_rows)))
 
 
-def choose_tile(n, k, num_rows, *, whole):
+def choose_tile(n, k, num_rows, itemsize, *, whole):
     """``split`` depends on the weight's shape only: it decides the order of summation."""
     tile = TILES.get((n, k, whole)) or _default_tile(n, k, whole)
     bm = rows_per_tile(num_rows)
     if bm > 32:
-        return Tile(128, 64, 3, 8, tile.split) if bm > 64 else Tile(64, 64, 4, 4, tile.split)
-    return tile
+        tile = Tile(128, 64, 3, 8, tile.split) if bm > 64 else Tile(64, 64, 4, 4, tile.split)
+    # stages are for elements of two bytes
+    return tile if itemsize == 2 else replace(tile, stages=max(2, tile.stages // 2))
 
 
 def _default_tile(n, k, whole):
@@ -145,7 +148,7 @@ def linear_parts(x, weight, tile=None):
     """``x`` [T, K], ``weight`` [N, K] -> [S, T, N] float32."""
     check(x, weight)
     (t, k), n = x.shape, weight.shape[0]
-    tile = tile or choose_tile(n, k, t, whole=False)
+    tile = tile or choose_tile(n, k, t, x.element_size(), whole=False)
     y = torch.empty((tile.split, t, n), dtype=torch.float32, device=x.device)
     _launch_parts(x, weight, y, tile)
     return y
@@ -155,7 +158,7 @@ def linear(x, weight, tile=None):
     """``x`` [T, K], ``weight`` [N, K] -> [T, N] in the dtype of ``x``, in one part."""
     check(x, weight)
     (t, k), n = x.shape, weight.shape[0]
-    tile = tile or choose_tile(n, k, t, whole=True)
+    tile = tile or choose_tile(n, k, t, x.element_size(), whole=True)
     y = torch.empty((t, n), dtype=x.dtype, device=x.device)
     _launch_parts(x, weight, y, tile)
     return y
@@ -178,7 +181,7 @@ def gate_up_gelu(x, weight, tile=None):
     """``x`` [T, K], ``weight`` [2N, K], gate rows first -> gelu_tanh(gate) * up, [T, N] in the dtype of ``x``."""
     check(x, weight)
     (t, k), n = x.shape, weight.shape[0] // 2
-    tile = tile or choose_tile(2 * n, k, t, whole=True)
+    tile = tile or choose_tile(2 * n, k, t, x.element_size(), whole=True)
     bm = rows_per_tile(t)
     y = torch.empty((t, n), dtype=x.dtype, device=x.device)
     even = k % tile.bk == 0

@@ -7,8 +7,9 @@ vocabulary only, so a row's token depends on nothing beside the row.
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
-from sgl_kernel.triton_kernels.common import options, release_dependents, wait_for_inputs
+from sgl_kernel.triton_kernels.common import ON_GPU, options, release_dependents, wait_for_inputs
 from sgl_kernel.triton_kernels.sampling_filters import (
     BLOCK,
     Rows,
@@ -41,7 +42,11 @@ def exponential_noise(seed, position, tokens):
     key = _mix(key ^ position.to(tl.uint32))
     h = _mix(_mix(tokens.to(tl.uint32) + 0x632BE5AB) ^ key)
     uniform = ((h >> 8).to(tl.float32) + 0.5) * (1.0 / (1 << 24))
-    return -tl.log(uniform)
+    if ON_GPU:  # the fast logarithm loses its digits near 1, where the winners are
+        noise = -libdevice.log(uniform)
+    else:
+        noise = -tl.log(uniform)
+    return noise
 
 
 @triton.jit
