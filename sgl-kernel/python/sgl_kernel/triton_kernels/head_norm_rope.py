@@ -39,17 +39,19 @@ def head_norm_rope_kernel(
     sin = tl.where(is_value, 0.0, tl.load(sin_ptr + HALF + table, mask=mask, other=0.0).to(tl.float32))
     first, second = a * cos - b * sin, b * cos + a * sin
     out = q_ptr + (row * NUM_Q + head) * (2 * HALF) + j
-    tl.store(out, first.to(dtype), mask=mask & (head < NUM_Q))
-    tl.store(out + HALF, second.to(dtype), mask=mask & (head < NUM_Q))
+    is_query = j < tl.where(head < NUM_Q, HALF, 0)
+    tl.store(out, first.to(dtype), mask=is_query)
+    tl.store(out + HALF, second.to(dtype), mask=is_query)
     if HAS_KV:
         kv_head = (head + NUM_KV - NUM_Q) % NUM_KV
         offset = (tl.load(loc_ptr + row) * NUM_KV + kv_head) * (2 * HALF) + j
         kv_dtype = k_ptr.dtype.element_ty
-        is_key = mask & (head >= NUM_Q) & (head < NUM_Q + NUM_KV)
+        is_key = j < tl.where((head >= NUM_Q) & (head < NUM_Q + NUM_KV), HALF, 0)
         tl.store(k_ptr + offset, first.to(kv_dtype), mask=is_key)
         tl.store(k_ptr + offset + HALF, second.to(kv_dtype), mask=is_key)
-        tl.store(v_ptr + offset, first.to(kv_dtype), mask=mask & is_value)
-        tl.store(v_ptr + offset + HALF, second.to(kv_dtype), mask=mask & is_value)
+        of_value = j < tl.where(is_value, HALF, 0)
+        tl.store(v_ptr + offset, first.to(kv_dtype), mask=of_value)
+        tl.store(v_ptr + offset + HALF, second.to(kv_dtype), mask=of_value)
 
 
 def head_norm_rope(heads, weights, cos, sin, num_kv, eps, k_buf=None, v_buf=None, loc=None):

@@ -145,8 +145,8 @@ def winner_kernel(
     at = row * num_blocks + b
     wait_for_inputs()
     greedy = tl.load(greedy_ptr + row // width) != 0
-    by_logit = (b < num_blocks) & greedy
-    by_race = (b < num_blocks) & (greedy == 0)
+    by_logit = b < tl.where(greedy, num_blocks, 0)
+    by_race = b < tl.where(greedy, 0, num_blocks)
     score = tl.where(
         greedy,
         tl.load(max_ptr + at, mask=by_logit, other=float("-inf")),
