@@ -30,7 +30,7 @@ _SIGNATURES = {
     "sgl_linear_groups": [_POINTER] * 4 + [_LONG] * 4,
     "sgl_rmsnorm_add_rmsnorm": [_POINTER] * 6 + [_LONG] * 2 + [_FLOAT],
     "sgl_softcap": [_POINTER, _LONG, _FLOAT],
-    "sgl_attention": [_POINTER] * 9 + [_LONG] * 8,
+    "sgl_attention": [_POINTER] * 11 + [_LONG] * 8,
 }
 
 

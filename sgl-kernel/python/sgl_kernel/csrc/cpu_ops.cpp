@@ -168,17 +168,28 @@ static void attend(const float* q, const float* key, const float* value, const i
 // Paged attention of `q_len` query rows for each of `batch` requests; softmax scale 1; d % 16 == 0.
 // q: rows `q_stride` apart, each [heads, d]; key, value: [slots, kv_heads, d]; req_to_token[req_rows[b] * row_len + p]:
 // slot of position p, for p < lens[b]. A row at position p sees positions <= p, and > p - window unless window is 0.
-// scratch: at least 4 * max(lens) floats; out [batch * q_len, heads, d].
+// tree: null, or [batch, q_len, q_len]: the keys of a request's last q_len positions are seen where it is not 0, in order.
+// scratch: at least 4 * max(lens) floats; seen: at least max(lens) ints with a tree; out [batch * q_len, heads, d].
 extern "C" void sgl_attention(const float* q, const float* key, const float* value, const int* req_to_token,
-                              const long* req_rows, const long* lens, const long* positions, float* out, float* scratch,
-                              long batch, long q_len, long heads, long kv_heads, long d, long q_stride, long row_len,
-                              long window) {
+                              const long* req_rows, const long* lens, const long* positions,
+                              const unsigned char* tree, float* out, float* scratch, int* seen, long batch, long q_len,
+                              long heads, long kv_heads, long d, long q_stride, long row_len, long window) {
   long ratio = heads / kv_heads, step = ratio % 4 == 0 ? 4 : (ratio % 2 == 0 ? 2 : 1), kv_stride = kv_heads * d;
   for (long row = 0; row < batch * q_len; row++, q += q_stride, out += heads * d) {
     long b = row / q_len, position = positions[row], low = 0, high = position + 1;
     if (window && position - window + 1 > 0) low = position - window + 1;
     if (high > lens[b]) high = lens[b];
     const int* first = req_to_token + req_rows[b] * row_len + low;
+    if (tree) {  // the slots of what the row sees, one after the other, as if they had been so in the table
+      long prefix = lens[b] - q_len - low;
+      prefix = prefix < 0 ? 0 : prefix;
+      for (long j = 0; j < prefix; j++) seen[j] = first[j];
+      const int* nodes = req_to_token + req_rows[b] * row_len + lens[b] - q_len;
+      high = low + prefix;
+      for (long j = 0; j < q_len; j++)
+        if (tree[row * q_len + j]) seen[high++ - low] = nodes[j];
+      first = seen;
+    }
     for (long h = 0; h < heads; h += step) {
       const float *k = key + h / ratio * d, *v = value + h / ratio * d;
       switch (step) {

@@ -42,3 +42,12 @@ def release_dependents():
     """Allow the next kernel's programs to be scheduled; they still wait for this kernel's end."""
     if ON_GPU:
         gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_l2(addresses):
+    """Ask the L2 cache for the 128 bytes around each address; nothing waits for them."""
+    if ON_GPU:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
+        )

@@ -95,16 +95,17 @@ def gated_projection_kernel(
 ):  # fmt: skip
     """y[t, n] = sum_k w[n, k] gelu_tanh(gate[t, k]) factor[t, k]; K is small. Grid (weight tiles, T).
 
-    A tile of the weight is multiplied without the matrix unit: it is one row, and the weight is here before the row is.
+    ``gate`` comes from the kernel before; all else must be older. A tile of the weight is multiplied without the matrix
+    unit: it is one row, and the weight is here before the row is.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     w = tl.load(w_ptr + n[:, None] * K + k[None, :], mask=(n[:, None] < N) & (k[None, :] < K), other=0.0)
+    row = tl.program_id(1).to(tl.int64)
+    factor = tl.load(factor_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
     wait_for_inputs()
     release_dependents()
-    row = tl.program_id(1).to(tl.int64)
     gate = sum_parts(gate_ptr, part_stride, row * K + k, k < K, PARTS)
-    factor = tl.load(factor_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
     h = (gelu_tanh(gate) * factor).to(w.dtype).to(tl.float32)
     tl.store(y_ptr + row * N + n, tl.sum(w.to(tl.float32) * h[None, :], axis=1), mask=n < N)
 

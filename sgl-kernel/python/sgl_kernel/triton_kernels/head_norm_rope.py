@@ -15,7 +15,10 @@ def head_norm_rope_kernel(
     PARTS: tl.constexpr, NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HAS_KV: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, NUM_Q + 2 NUM_KV): queries, then keys, then values. Values are normed without weight, not rotated."""
+    """Grid (T, NUM_Q + 2 NUM_KV): queries, then keys, then values. Values are normed without weight, not rotated.
+
+    ``x`` comes from the kernel before; all else must be older.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     j = tl.arange(0, BLOCK)
@@ -26,6 +29,11 @@ def head_norm_rope_kernel(
     weight_row = w_ptr + tl.where(is_value, 0, head) * (2 * HALF)
     w0 = tl.where(is_value, 1.0, tl.load(weight_row + j, mask=mask, other=0.0).to(tl.float32))
     w1 = tl.where(is_value, 1.0, tl.load(weight_row + HALF + j, mask=mask, other=0.0).to(tl.float32))
+    table = row * (2 * HALF) + j
+    cos = tl.load(cos_ptr + table, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + HALF + table, mask=mask, other=0.0)
+    if HAS_KV:
+        slot = tl.load(loc_ptr + row)
     wait_for_inputs()
     release_dependents()
     a = sum_parts(x, part_stride, j, mask, PARTS)
@@ -34,9 +42,8 @@ def head_norm_rope_kernel(
     dtype = q_ptr.dtype.element_ty
     a = (a * scale * w0).to(dtype).to(tl.float32)
     b = (b * scale * w1).to(dtype).to(tl.float32)
-    table = row * (2 * HALF) + j
-    cos = tl.where(is_value, 1.0, tl.load(cos_ptr + table, mask=mask, other=0.0).to(tl.float32))
-    sin = tl.where(is_value, 0.0, tl.load(sin_ptr + HALF + table, mask=mask, other=0.0).to(tl.float32))
+    cos = tl.where(is_value, 1.0, cos.to(tl.float32))
+    sin = tl.where(is_value, 0.0, sin.to(tl.float32))
     first, second = a * cos - b * sin, b * cos + a * sin
     out = q_ptr + (row * NUM_Q + head) * (2 * HALF) + j
     is_query = j < tl.where(head < NUM_Q, HALF, 0)
@@ -44,7 +51,7 @@ def head_norm_rope_kernel(
     tl.store(out + HALF, second.to(dtype), mask=is_query)
     if HAS_KV:
         kv_head = (head + NUM_KV - NUM_Q) % NUM_KV
-        offset = (tl.load(loc_ptr + row) * NUM_KV + kv_head) * (2 * HALF) + j
+        offset = (slot * NUM_KV + kv_head) * (2 * HALF) + j
         kv_dtype = k_ptr.dtype.element_ty
         is_key = j < tl.where((head >= NUM_Q) & (head < NUM_Q + NUM_KV), HALF, 0)
         tl.store(k_ptr + offset, first.to(kv_dtype), mask=is_key)

@@ -31,7 +31,10 @@ def norm_chain_kernel(
     PARTS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr,
     STORE_SUM: tl.constexpr, NUM_NEXT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """s = (residual + norm(x, weight)) * scale, with the terms that are there; y_i = norm(s, w_i). Grid (T,)."""
+    """s = (residual + norm(x, weight)) * scale, with the terms that are there; y_i = norm(s, w_i). Grid (T,).
+
+    ``x`` comes from the kernel before; all else must be older.
+    """
     cols = tl.arange(0, BLOCK)
     mask = cols < width
     row = tl.program_id(0).to(tl.int64) * width + cols
@@ -47,10 +50,10 @@ def norm_chain_kernel(
         w2 = tl.load(w2_ptr + cols, mask=mask, other=0.0)
     if NUM_NEXT > 2:
         w3 = tl.load(w3_ptr + cols, mask=mask, other=0.0)
-    wait_for_inputs()
-    release_dependents()
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row, mask=mask, other=0.0).to(tl.float32)
+    wait_for_inputs()
+    release_dependents()
     s = sum_parts(x_ptr, part_stride, row, mask, PARTS)
     if HAS_WEIGHT:
         s = (s * inverse_rms(s, width, eps) * weight.to(tl.float32)).to(dtype).to(tl.float32)

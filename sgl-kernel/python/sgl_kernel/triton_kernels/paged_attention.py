@@ -22,6 +22,7 @@ from sgl_kernel.triton_kernels.common import (
     dot_precision,
     next_power_of_2,
     options,
+    prefetch_l2,
     release_dependents,
     wait_for_inputs,
 )
@@ -146,6 +147,8 @@ def split_kernel(
     per_chunk = tiles * KV_HEADS * VALUE_PARTS
     D_OUT: tl.constexpr = D // VALUE_PARTS
     width, out_width = tl.arange(0, D), tl.arange(0, D_OUT)
+    LINE: tl.constexpr = 128 // (q_ptr.dtype.element_ty.primitive_bitwidth // 8)  # elements of a line of the cache
+    LINES: tl.constexpr = max(VALUE_PARTS, D // LINE)
     # reading the first item together with the count, not after it, brings it near; a request's number is never negative
     near = tl.load(items_ptr + tl.program_id(0) // per_chunk * ITEM_FIELDS)
     num_work = tl.maximum(tl.load(count_ptr), tl.minimum(near, 0)) * per_chunk
@@ -163,6 +166,13 @@ def split_kernel(
         row, head = row // GROUP, kv_head * GROUP + row % GROUP
         token = request * num_rows + row
         q_pos = tl.load(positions_ptr + token, mask=ok, other=-1).to(tl.int32)
+        slots_ptr = table_ptr + req_row.to(tl.int64) * table_stride
+        keys, values = key_ptr + kv_head * D, value_ptr + kv_head * D + part * D_OUT
+        # queries and the newest keys are still being written; the others can already be on their way to the L2 cache
+        pos = tl.minimum(start + tl.arange(0, BLOCK_N), end - 1)
+        slots = tl.load(slots_ptr + pos).to(tl.int64)[:, None] * (KV_HEADS * D)
+        prefetch_l2(keys + (slots + (tl.arange(0, LINES) * LINE)[None, :]))
+        prefetch_l2(values + (slots + (tl.arange(0, LINES // VALUE_PARTS) * LINE)[None, :]))
         wait_for_inputs()
         release_dependents()
         q_at = token.to(tl.int64) * q_stride + head * D
@@ -172,8 +182,7 @@ def split_kernel(
             tree_row = tree_ptr + token * num_rows
             first_draft = tl.load(kv_lens_ptr + request).to(tl.int32) - num_rows
         top, total, acc = fold_keys(
-            q, q_pos, ok, table_ptr + req_row.to(tl.int64) * table_stride, key_ptr + kv_head * D,
-            value_ptr + kv_head * D + part * D_OUT, start, end, tree_row, first_draft,
+            q, q_pos, ok, slots_ptr, keys, values, start, end, tree_row, first_draft,
             KV_HEADS * D, D, D_OUT, BLOCK_M, BLOCK_N, WINDOW, HAS_TREE, PRECISION,
         )  # fmt: skip
         at = ((request * chunks + index).to(tl.int64) * num_rows + row) * (KV_HEADS * GROUP) + head
