@@ -207,5 +207,5 @@ def test_memory_for_forwards_is_kept_before_the_pool_is_sized(tiny_checkpoints: 
     taken = free - device.available_bytes()
     pool = worker.memory.pool
     assert pool.size_tokens * pool.layout.elements_per_token * pool.dtype.itemsize < taken < 0.1 * free
-    step = Step(16, StepKind.SAMPLED, None)
+    step = Step(16, StepKind.SAMPLED, None, width=1)
     assert worker.loop.runner.can_run(step)

@@ -95,6 +95,7 @@ RESOLUTION: dict[str, tuple[list[str], Any]] = {
     "sampling_defaults": (["--sampling-defaults", "openai"], "openai"),
     "speculative_algorithm": (["--speculative-algorithm", "NEXTN"], "FROZEN_KV_MTP"),
     "speculative_draft_model_revision": ([*SPEC, "--speculative-draft-model-revision", "r"], "r"),
+    "speculative_adaptive": ([*SPEC, "--speculative-adaptive"], True),
     "speculative_num_steps": ([*SPEC, "--speculative-num-steps", "7"], 7),
     "speculative_eagle_topk": ([*SPEC, "--speculative-eagle-topk", "1"], 1),
     "speculative_num_draft_tokens": ([*SPEC, "--speculative-num-draft-tokens", "3"], 3),

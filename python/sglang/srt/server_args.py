@@ -353,6 +353,13 @@ class ServerArgs:
         high=1025,
         default_note="--speculative-num-steps + 1",
     )
+    speculative_adaptive: bool = arg(
+        False,
+        "Draft from no token to --speculative-num-steps tokens per round: the length that promises most tokens per "
+        "second by what rounds cost here and what requests accept.",
+        "flag",
+        _SPEC,
+    )
     speculative_accept_threshold_single: float = arg(
         1.0,
         "Only 1.0, which is exact; lower values would accept tokens the target does not choose.",
@@ -480,7 +487,14 @@ class ServerArgs:
         steps, topk, tokens = self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens
         assert self.speculative_draft_model_path is not None, "resolve_server_args has not run"
         assert steps is not None and topk is not None and tokens is not None, "resolve_server_args has not run"
-        return SpecConfig(self.speculative_algorithm, Path(self.speculative_draft_model_path), steps, topk, tokens)
+        return SpecConfig(
+            algorithm=self.speculative_algorithm,
+            draft_model_path=Path(self.speculative_draft_model_path),
+            num_steps=steps,
+            topk=topk,
+            num_draft_tokens=tokens,
+            adaptive=self.speculative_adaptive,
+        )
 
 
 ARG_SPECS: Mapping[str, ArgSpec] = MappingProxyType(specs_of(ServerArgs))
@@ -603,13 +617,14 @@ _SPEC_SETTINGS = (
     "speculative_num_steps",
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
+    "speculative_adaptive",
 )
 
 
 def _resolve_speculation(args: ServerArgs, config: ModelConfig) -> ServerArgs:
     if args.speculative_algorithm is None:
         for name in _SPEC_SETTINGS:
-            if getattr(args, name) is not None:
+            if getattr(args, name) not in (None, False):
                 raise ValueError(
                     f"{ARG_SPECS[name].flag} {getattr(args, name)!r} is given without --speculative-algorithm: add "
                     "--speculative-algorithm FROZEN_KV_MTP or leave it out"

@@ -50,13 +50,17 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpecConfig:
-    """A speculative algorithm and its depth. ``num_draft_tokens`` counts the root: ``num_steps + 1`` at topk 1."""
+    """A speculative algorithm and its depth. ``num_draft_tokens`` counts the root: ``num_steps + 1`` at topk 1.
+
+    ``adaptive``: a round drafts from 0 to ``num_steps`` tokens, whatever promises most tokens per second.
+    """
 
     algorithm: str
     draft_model_path: Path
     num_steps: int
     topk: int
     num_draft_tokens: int
+    adaptive: bool
 
 
 @dataclass(frozen=True, slots=True)

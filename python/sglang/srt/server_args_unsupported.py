@@ -188,7 +188,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "speculative-token-map enable-multi-layer-eagle speculative-ngram-min-match-window-size "
         "speculative-ngram-max-match-window-size speculative-ngram-min-bfs-breadth "
         "speculative-ngram-max-bfs-breadth speculative-ngram-match-type speculative-ngram-branch-length "
-        "speculative-ngram-capacity speculative-ngram-max-trie-depth speculative-adaptive",
+        "speculative-ngram-capacity speculative-ngram-max-trie-depth",
     ),
     (
         "the model has no state-space layers",

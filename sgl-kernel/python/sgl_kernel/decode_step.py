@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from sgl_kernel.launch import triton_kernels
-from sgl_kernel.spec_tree import accept_and_gather_torch
+from sgl_kernel.spec_tree import accept_and_gather_torch, accept_chain
 
 
 def place_rows(
@@ -40,6 +40,7 @@ def advance_rows(
     target_tokens: torch.Tensor,
     live: torch.Tensor,
     forced_accept_lens: torch.Tensor | None,
+    max_drafts: torch.Tensor | None,
     committed_lens: torch.Tensor,
     bonus_tokens: torch.Tensor,
     result: torch.Tensor,
@@ -49,7 +50,8 @@ def advance_rows(
     """Accept a verified chain and move every request on; plain decode is the case N = 1.
 
     ``draft_tokens``, ``target_tokens`` [B, N] int64; ``live`` [B] int64, 0 for rows that stay where they are;
-    ``forced_accept_lens`` [B] int64 as in ``accept_and_gather``; ``hidden`` [B * N, H], the target's state at each row,
+    ``forced_accept_lens`` [B] int64 as in ``accept_and_gather``; ``max_drafts`` [B] int64: drafts of a request beyond
+    these are not accepted (None: no limit); ``hidden`` [B * N, H], the target's state at each row,
     or None together with ``hidden_states``.
     Mutated: ``committed_lens`` [B] int64 grows by the accepted lengths; ``bonus_tokens`` [B] int64 and
     ``hidden_states`` [B, H] are those after the last accepted row; ``result`` [B, N + 1] int64 is the target's tokens
@@ -57,12 +59,12 @@ def advance_rows(
     """
     if result.is_cuda:
         triton_kernels("decode_step").advance_rows(
-            draft_tokens, target_tokens, live, forced_accept_lens, committed_lens, bonus_tokens, result, hidden,
-            hidden_states,
+            draft_tokens, target_tokens, live, forced_accept_lens, max_drafts, committed_lens, bonus_tokens, result,
+            hidden, hidden_states,
         )  # fmt: skip
         return
     advance_rows_torch(
-        draft_tokens, target_tokens, live, forced_accept_lens, committed_lens, bonus_tokens, result, hidden,
+        draft_tokens, target_tokens, live, forced_accept_lens, max_drafts, committed_lens, bonus_tokens, result, hidden,
         hidden_states,
     )  # fmt: skip
 
@@ -72,6 +74,7 @@ def advance_rows_torch(
     target_tokens: torch.Tensor,
     live: torch.Tensor,
     forced_accept_lens: torch.Tensor | None,
+    max_drafts: torch.Tensor | None,
     committed_lens: torch.Tensor,
     bonus_tokens: torch.Tensor,
     result: torch.Tensor,
@@ -85,8 +88,11 @@ def advance_rows_torch(
         result[:, 1].fill_(1)
         committed_lens.add_(live)
         return
-    states = target_tokens.reshape(-1, 1) if hidden is None else hidden
-    accept_lens, bonus, state = accept_and_gather_torch(draft_tokens, target_tokens, states, forced_accept_lens)
+    states, lens = target_tokens.reshape(-1, 1) if hidden is None else hidden, forced_accept_lens
+    if max_drafts is not None:
+        found = accept_chain(draft_tokens, target_tokens) if lens is None else lens
+        lens = torch.minimum(found, max_drafts + 1)
+    accept_lens, bonus, state = accept_and_gather_torch(draft_tokens, target_tokens, states, lens)
     torch.cat((target_tokens, accept_lens[:, None]), dim=1, out=result)
     bonus_tokens.copy_(bonus)
     if hidden_states is not None:

@@ -25,7 +25,7 @@ def test_rows_advance_by_what_was_accepted() -> None:
     result, states = torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, 2)
     hidden = torch.arange(18.0).view(9, 2)
     live = torch.tensor([1, 1, 0])
-    advance_rows(draft, target, live, None, committed, bonus, result, hidden, states)
+    advance_rows(draft, target, live, None, None, committed, bonus, result, hidden, states)
     assert committed.tolist() == [13, 22, 30] and bonus.tolist() == [4, 1, 1]
     assert result.tolist() == [[5, 6, 4, 3], [7, 1, 8, 2], [1, 9, 9, 1]]
     assert states.tolist() == [[4, 5], [8, 9], [12, 13]]
@@ -37,7 +37,7 @@ def test_plain_decode_is_a_chain_of_one() -> None:
     assert (positions.tolist(), slots.tolist(), kv_lens.tolist()) == ([3, 7], [123, 107], [4, 8])
     target, committed, bonus = torch.tensor([[5], [6]]), torch.tensor([10, 20]), torch.tensor([8, 9])
     result = torch.zeros(2, 2, dtype=torch.int64)
-    advance_rows(bonus[:, None], target, torch.tensor([1, 0]), None, committed, bonus, result)
+    advance_rows(bonus[:, None], target, torch.tensor([1, 0]), None, None, committed, bonus, result)
     assert committed.tolist() == [11, 20] and bonus.tolist() == [5, 6] and result.tolist() == [[5, 1], [6, 1]]
     assert positions.tolist() == [3, 7], "positions are a copy"
 
@@ -66,8 +66,8 @@ def test_wrong_tensors_are_named() -> None:
         kernels.place_rows(torch.zeros(3, 4, dtype=torch.int32), long, long.int(), 2)
     tokens, result = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match="result must be"):
-        kernels.advance_rows(tokens, tokens, long, None, long, long, tokens, None, None)
+        kernels.advance_rows(tokens, tokens, long, None, None, long, long, tokens, None, None)
     with pytest.raises(ValueError, match="come together"):
-        kernels.advance_rows(tokens, tokens, long, None, long, long, result, torch.zeros(6, 8), None)
+        kernels.advance_rows(tokens, tokens, long, None, None, long, long, result, torch.zeros(6, 8), None)
     with pytest.raises(ValueError, match=r"hidden \[6, H\]"):
-        kernels.advance_rows(tokens, tokens, long, None, long, long, result, torch.zeros(5, 8), torch.zeros(2, 8))
+        kernels.advance_rows(tokens, tokens, long, None, None, long, long, result, torch.zeros(5, 8), torch.zeros(2, 8))

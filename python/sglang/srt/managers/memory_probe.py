@@ -69,10 +69,11 @@ def measure_reserve_bytes(
     worker = TpModelWorker(runner, memory, backend, capture_hidden=load.width > 1)
     batch = _extend_batch(memory, load, runner.device.torch_device)
     program = _decode_program(runner, memory, backend, load)
+    step = Step(load.batch_size, StepKind.SAMPLED, None, load.width)
     with torch.inference_mode():
         try:
             extend = runner.device.peak_bytes(lambda: worker.extend(batch))
-            decode = runner.device.peak_bytes(lambda: program.run(Step(load.batch_size, StepKind.SAMPLED, None)))
+            decode = runner.device.peak_bytes(lambda: program.run(step))
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"a prefill of {load.prefill_tokens} tokens or a decode step of {load.batch_size} requests does not "

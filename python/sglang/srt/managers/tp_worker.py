@@ -21,6 +21,7 @@ from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, EagerRu
 from sglang.srt.model_executor.decode_loop import DecodeLoop
 from sglang.srt.model_executor.decode_programs import StepBuffers, TargetDecodeProgram
 from sglang.srt.model_executor.decode_rows import ResidentRows
+from sglang.srt.model_executor.draft_length import FixedLength
 from sglang.srt.model_executor.forward_batch_info import (
     AttnGeometry,
     CaptureHiddenMode,
@@ -133,7 +134,7 @@ class TpModelWorker:
         runner: Runner = EagerRunner(program)
         if graphs.capture:
             runner = CudaGraphRunner(program, sizes.sizes)
-        return DecodeLoop(rows, out, runner, sizes, self.kv_manager, num_drafts=0)
+        return DecodeLoop(rows, out, runner, sizes, self.kv_manager, FixedLength((0,)))
 
     @property
     def _device(self) -> torch.device:

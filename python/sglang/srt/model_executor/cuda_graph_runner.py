@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from itertools import product
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +41,7 @@ class StepKind(Enum):
 class Step:
     """One run of a program over the first ``size`` rows of its buffers, rows of padding included.
 
+    ``width``: rows of the target per request, 1 and the drafts; at most what the buffers were made for.
     ``batch``: what the host knows of these rows, for a run that is not captured and has no padding. It changes no
     result; it saves reading lengths back, and work for controls that nobody uses.
     """
@@ -47,6 +49,7 @@ class Step:
     size: int
     kind: StepKind
     batch: ScheduleBatch | None
+    width: int
 
 
 class GraphProgram(Protocol):
@@ -110,12 +113,15 @@ class CudaGraphRunner:
     program's buffers.
     """
 
-    def __init__(self, program: GraphProgram, sizes: Sequence[int], pool: Any = None) -> None:
+    def __init__(
+        self, program: GraphProgram, sizes: Sequence[int], widths: Sequence[int] = (1,), pool: Any = None
+    ) -> None:
         """``pool``: a handle of ``torch.cuda.graph_pool_handle`` to share; by default one of its own."""
         self.program = program
         self._sizes = tuple(sizes)
+        self._widths = tuple(widths)
         self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
-        self._graphs: dict[tuple[int, StepKind], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, StepKind, int], torch.cuda.CUDAGraph] = {}
 
     def can_run(self, step: Step) -> bool:
         return self._key(step) in self._graphs
@@ -126,9 +132,9 @@ class CudaGraphRunner:
         stream = torch.cuda.Stream()
         kinds = (StepKind.SAMPLED, StepKind.GREEDY) if self.program.samples else (StepKind.GREEDY,)
         with _no_garbage_collection():
-            for size in sorted(self._sizes, reverse=True):
+            for size, width in product(sorted(self._sizes, reverse=True), sorted(self._widths, reverse=True)):
                 for kind in kinds:
-                    step = Step(size, kind, None)
+                    step = Step(size, kind, None, width)
                     self._graphs[self._key(step)] = self._capture(step, stream)
         logger.info(
             "Captured %s: %d graphs for batches up to %d in %.1f s, %.0f MB",
@@ -146,9 +152,9 @@ class CudaGraphRunner:
         else:
             graph.replay()
 
-    def _key(self, step: Step) -> tuple[int, StepKind]:
+    def _key(self, step: Step) -> tuple[int, StepKind, int]:
         greedy = step.kind is StepKind.GREEDY or not self.program.samples
-        return step.size, StepKind.GREEDY if greedy else step.kind
+        return step.size, StepKind.GREEDY if greedy else step.kind, step.width
 
     def _capture(self, step: Step, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         what = f"capturing {self.program.name} ({step.kind.value}) for batch size {step.size}"

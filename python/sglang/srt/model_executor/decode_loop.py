@@ -5,6 +5,7 @@ Between two steps of the same batch nothing is sent: the program has advanced th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -13,7 +14,8 @@ from sglang.srt.managers.schedule_batch import GenerationBatchResult, Req, Sched
 from sglang.srt.mem_cache.kv_manager import KVCacheManager
 from sglang.srt.model_executor.cuda_graph_runner import BatchSizes, Runner, Step, StepKind
 from sglang.srt.model_executor.decode_programs import StepBuffers
-from sglang.srt.model_executor.decode_rows import ResidentRows
+from sglang.srt.model_executor.decode_rows import ResidentRows, draft_caps
+from sglang.srt.model_executor.draft_length import DraftLength
 from sglang.srt.speculative.spec_info import SpecInput
 from sglang.srt.utils.device import Readback
 
@@ -28,15 +30,17 @@ class DecodeLoop:
         runner: Runner,
         sizes: BatchSizes,
         kv_manager: KVCacheManager,
-        *,
-        num_drafts: int,
+        length: DraftLength,
     ) -> None:
+        """``length`` decides how many drafts a round makes; without speculation it is always 0."""
         self.runner = runner
         self.sizes = sizes
         self._rows = rows
         self._out = out
         self._kv_manager = kv_manager
-        self._num_drafts = num_drafts
+        self._length = length
+        self._caps: tuple[int, ...] = ()
+        self._started: tuple[int, float] | None = None  # drafts and time of the last round of these requests
         self._readback = Readback(out.result)
         self._reqs: tuple[Req, ...] = ()
         self._seed: SpecInput | None = None
@@ -46,15 +50,18 @@ class DecodeLoop:
 
     def launch(self, batch: ScheduleBatch) -> Callable[[], GenerationBatchResult]:
         """Start a step of ``batch``, whose requests own slots for it; the result waits for it."""
-        self.runner.run(self.prepare(batch))
-        return self.read(batch)
+        step = self.prepare(batch)
+        self._note_time(step)
+        self.runner.run(step)
+        return self.read(batch, step.width)
 
     def can_run_ahead(self, batch: ScheduleBatch) -> bool:
         """Whether ``launch(batch)`` may come before the result of its last step: when nothing has to be sent."""
         return self._size > 0 and batch.reqs is self._reqs
 
-    def prepare(self, batch: ScheduleBatch, *, exact: bool = False) -> Step:
-        """Everything on the device as the program expects it. ``exact`` asks for a step without padding."""
+    def prepare(self, batch: ScheduleBatch, *, exact: bool = False, width: int | None = None) -> Step:
+        """Everything on the device as the program expects it. ``exact`` asks for a step without padding, ``width`` for
+        so many rows per request, whatever the drafts are worth."""
         committed = [req.kv.committed_len for req in batch.reqs if req.kv is not None]
         same = batch.reqs is self._reqs and batch.spec_info is self._seed and committed == self._committed
         if not same:
@@ -66,25 +73,39 @@ class DecodeLoop:
             if batch.spec_info is not self._seed:  # the seed that the last step left is where it should be
                 self._out.load_seed(batch.spec_info)
             self._reqs, self._seed, self._committed = batch.reqs, batch.spec_info, committed
+            self._caps, self._started = draft_caps(batch.reqs), None
         self._kv_manager.show_device()
+        width = self._length.choose(self._caps) + 1 if width is None else width
         if self._size and not exact:
-            return Step(self._size, self._kind, None)
-        return Step(len(batch.reqs), self._kind, batch)
+            return Step(self._size, self._kind, None, width)
+        return Step(len(batch.reqs), self._kind, batch, width)
 
-    def read(self, batch: ScheduleBatch) -> Callable[[], GenerationBatchResult]:
+    def read(self, batch: ScheduleBatch, width: int) -> Callable[[], GenerationBatchResult]:
         """What the program left. Calling the result is the one time in a step that the host waits."""
-        num = len(batch.reqs)
-        wait = self._readback.start(self._out.result[:num])
+        num, caps = len(batch.reqs), self._caps
+        wait = self._readback.start(self._out.of_width(num, width).result)
 
         @torch.inference_mode()
         def finish() -> GenerationBatchResult:
             result = wait()
             tokens, accept_lens = result[:, :-1], result[:, -1]
-            self._committed = [n + gained for n, gained in zip(self._committed, accept_lens.tolist(), strict=True)]
+            gained = accept_lens.tolist()
+            self._length.observe(width - 1, gained, caps)
+            self._committed = [n + more for n, more in zip(self._committed, gained, strict=True)]
             self._seed = self._out.next_seed(self._rows.device, num)
-            return GenerationBatchResult(tokens, accept_lens, self._seed, num_drafts=self._num_drafts)
+            return GenerationBatchResult(tokens, accept_lens, self._seed, num_drafts=width - 1)
 
         return finish
+
+    def _note_time(self, step: Step) -> None:
+        """A round lasts until the next one of the same requests starts: work of the host beside it counts."""
+        started, self._started = self._started, None
+        if step.kind is StepKind.EDITED:
+            return
+        now = time.perf_counter()
+        if started is not None:
+            self._length.observe_time(len(self._reqs), started[0], now - started[1])
+        self._started = step.width - 1, now
 
     def capture(self) -> None:
         """Before the first step: the rows must hold nothing but padding."""

@@ -6,7 +6,7 @@ Shapes: B rows of the batch, padding included; N rows per request; T = B * N; V 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,12 +31,18 @@ from sglang.srt.speculative.spec_info import SpecInput
 
 WIDTH = "width"
 
+B = TypeVar("B", bound="StepBuffers")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBuffers(InputBuffers):
     """What a step leaves for the host. ``result`` [B, N + 1]: the tokens of each row, then how many of them count."""
 
     result: torch.Tensor = buffer(ROWS, "result_width", dtype=torch.int64, pad=1)
+
+    def of_width(self: B, num_rows: int, width: int) -> B:
+        """The first requests' part in a step of ``width`` rows each."""
+        return self.front(num_rows, width=width, result_width=width + 1)
 
     def load_seed(self, seed: SpecInput | None) -> None:
         """Take what a request brings from its last step besides its tokens; nothing without speculation."""
@@ -60,14 +66,10 @@ class VerifyBuffers(StepBuffers):
 class TargetForward:
     """N rows per request behind its committed tokens, in slots it owns, and the target's choice after each."""
 
-    def __init__(
-        self, model: Any, backend: AttentionBackend, memory: KVMemory, *, width: int, capture_hidden: bool
-    ) -> None:
+    def __init__(self, model: Any, backend: AttentionBackend, memory: KVMemory, *, capture_hidden: bool) -> None:
         self._model = model
         self._backend = backend
         self._memory = memory
-        self._width = width
-        self._mode = ForwardMode.DECODE if width == 1 else ForwardMode.TARGET_VERIFY
         self._capture = CaptureHiddenMode.FULL if capture_hidden else CaptureHiddenMode.NULL
 
     def choose(self, rows: DecodeRows, input_ids: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -79,22 +81,22 @@ class TargetForward:
         out: LogitsProcessorOutput = self._model.forward(fb)
         if step.kind is StepKind.EDITED:
             assert step.batch is not None, "only a step that is not captured can edit logits"
-            apply_logit_controls(out.next_token_logits, step.batch.reqs, input_ids.view(step.size, self._width))
+            apply_logit_controls(out.next_token_logits, step.batch.reqs, input_ids.view(step.size, step.width))
         info = rows.sampling_info() if step.batch is None else step.batch.sampling_info
         return sample_tokens(out.next_token_logits, info, fb.positions), out.hidden_states
 
     def _forward_batch(self, rows: DecodeRows, input_ids: torch.Tensor, step: Step) -> ForwardBatch:
-        table, q_lens = self._memory.req_to_token, (self._width,) * step.size
-        positions, locs, kv_lens = place_rows(table, rows.req_pool_indices, rows.committed_lens, self._width)
+        table, width = self._memory.req_to_token, step.width
+        positions, locs, kv_lens = place_rows(table, rows.req_pool_indices, rows.committed_lens, width)
         committed = committed_lens(step.batch)
         if committed is None:
             host, longest = None, self._memory.max_kv_len
         else:
-            host = HostLens(tuple(n + self._width for n in committed), committed)
+            host = HostLens(tuple(n + width for n in committed), committed)
             longest = max(host.kv_lens)
-        geometry = AttnGeometry(rows.req_pool_indices, kv_lens, positions, q_lens, longest, host)
+        geometry = AttnGeometry(rows.req_pool_indices, kv_lens, positions, (width,) * step.size, longest, host)
         return ForwardBatch(
-            mode=self._mode,
+            mode=ForwardMode.DECODE if width == 1 else ForwardMode.TARGET_VERIFY,
             input_ids=input_ids,
             positions=positions,
             token_to_kv_pool=self._memory.pool,
@@ -118,7 +120,7 @@ class TargetDecodeProgram:
     samples = True
 
     def __init__(self, model: Any, backend: AttentionBackend, memory: KVMemory, rows: DecodeRows, out: StepBuffers):
-        self._forward = TargetForward(model, backend, memory, width=1, capture_hidden=False)
+        self._forward = TargetForward(model, backend, memory, capture_hidden=False)
         self._rows = rows
         self._out = out
 
@@ -126,7 +128,7 @@ class TargetDecodeProgram:
         rows = self._rows.first(step.size)
         out, newest = self._out.first(step.size), rows.bonus_tokens
         tokens, _ = self._forward.choose(rows, newest, step)
-        advance_rows(newest[:, None], tokens[:, None], rows.live, None, rows.committed_lens, newest, out.result)
+        advance_rows(newest[:, None], tokens[:, None], rows.live, None, None, rows.committed_lens, newest, out.result)
 
 
 class TargetVerifyProgram:
@@ -136,13 +138,12 @@ class TargetVerifyProgram:
     samples = True
 
     def __init__(self, model: Any, backend: AttentionBackend, memory: KVMemory, rows: DecodeRows, out: VerifyBuffers):
-        width = out.draft_tokens.shape[1]
-        self._forward = TargetForward(model, backend, memory, width=width, capture_hidden=True)
+        self._forward = TargetForward(model, backend, memory, capture_hidden=True)
         self._rows = rows
         self._out = out
 
     def run(self, step: Step) -> None:
-        out = self._out.first(step.size)
+        out = self._out.of_width(step.size, step.width)
         tokens, hidden = self._forward.choose(self._rows.first(step.size), out.draft_tokens.view(-1), step)
         assert hidden is not None
         out.target_tokens.view(-1).copy_(tokens)

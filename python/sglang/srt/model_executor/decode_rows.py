@@ -16,10 +16,12 @@ from sglang.srt.model_executor.input_buffers import ROWS, InputBuffers, buffer
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.device import Staging
 
+NO_CAP = 1 << 30
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeRows(InputBuffers):
-    """What a decode step knows of each request, [B] each.
+    """What a decode step knows of each request, [B] each. ``max_drafts``: drafts beyond these are not accepted.
 
     A step advances ``committed_lens`` and ``bonus_tokens`` in place, so the next step of the same batch needs nothing
     from the host. A padding row writes the pool's dummy page and stays where it is (``live`` 0); it has one committed
@@ -30,6 +32,7 @@ class DecodeRows(InputBuffers):
     committed_lens: torch.Tensor = buffer(ROWS, dtype=torch.int64, pad=1)
     bonus_tokens: torch.Tensor = buffer(ROWS, dtype=torch.int64)
     live: torch.Tensor = buffer(ROWS, dtype=torch.int64)
+    max_drafts: torch.Tensor = buffer(ROWS, dtype=torch.int64)
     seeds: torch.Tensor = buffer(ROWS, dtype=torch.int64)
     greedy: torch.Tensor = buffer(ROWS, dtype=torch.bool, pad=True)
     temperatures: torch.Tensor = buffer(ROWS, dtype=torch.float32, pad=1.0)
@@ -42,6 +45,12 @@ class DecodeRows(InputBuffers):
         return SamplingBatchInfo(
             False, self.greedy, self.temperatures, self.seeds, self.top_ks, self.top_ps, self.min_ps
         )
+
+
+def draft_caps(reqs: Sequence[Req]) -> tuple[int, ...]:
+    """The most drafts of a round that each request lets count."""
+    caps = [req.params.speculative_num_steps for req in reqs]
+    return tuple(NO_CAP if cap is None else min(cap, NO_CAP) for cap in caps)
 
 
 class ResidentRows:
@@ -65,6 +74,7 @@ class ResidentRows:
         host.committed_lens[:num] = torch.tensor([kv.committed_len for kv in kvs if kv is not None])
         host.bonus_tokens[:num] = torch.tensor([req.token_ids[-1] for req in reqs])
         host.live[:num] = 1
+        host.max_drafts[:num] = torch.tensor(draft_caps(reqs))
         host.seeds[:num] = torch.tensor([req.seed for req in reqs])
         if sampling:
             self._load_sampling(reqs)

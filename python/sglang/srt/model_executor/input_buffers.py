@@ -46,7 +46,7 @@ class InputBuffers:
 
     block: torch.Tensor
     pads: Mapping[str, float]
-    _views: dict[int, Any]  # by number of rows: the same objects on every call
+    _views: dict[tuple[int, ...], Any]  # by number of rows and of columns: the same objects on every call
 
     @classmethod
     def allocate(
@@ -77,13 +77,31 @@ class InputBuffers:
 
     def first(self: T, num_rows: int) -> T:
         """The same buffers, seen as ``num_rows`` rows."""
-        found: T | None = self._views.get(num_rows)
+        found: T | None = self._views.get((num_rows,))
         if found is None:
             fields = {
                 name: getattr(self, name).narrow(spec.axis, 0, num_rows) for name, spec in type(self).specs().items()
             }
             found = dataclasses.replace(self, _views={}, **fields)
-            self._views[num_rows] = found
+            self._views[num_rows,] = found
+        return found
+
+    def front(self: T, num_rows: int, **sizes: int) -> T:
+        """``num_rows`` dense rows in the front of the same memory, with other ``sizes`` of the axes so named.
+
+        A row does not stand where it stands in ``first``, unless all sizes are those the buffers were made with.
+        """
+        key = (num_rows, *sizes.values())
+        found: T | None = self._views.get(key)
+        if found is None:
+            fields: dict[str, Any] = {}
+            for name, spec in type(self).specs().items():
+                whole: torch.Tensor = getattr(self, name)
+                wanted = {ROWS: num_rows, **sizes}
+                shape = [wanted.get(dim, num) for dim, num in zip(spec.dims, whole.shape, strict=True)]
+                fields[name] = whole.view(-1)[: math.prod(shape)].view(shape)
+            found = dataclasses.replace(self, _views={}, **fields)
+            self._views[key] = found
         return found
 
     def pad(self, start: int, end: int | None = None) -> None:

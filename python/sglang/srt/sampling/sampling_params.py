@@ -16,7 +16,9 @@ class SamplingParams:
     """Sampling controls of one request; names and defaults are sglang's.
 
     ``temperature == 0`` means greedy. ``top_k <= 0`` (or ``TOP_K_ALL``) keeps the whole vocabulary.
-    ``max_new_tokens`` None means up to the context end. Raises ``ValueError`` naming the field, its value and the fix.
+    ``max_new_tokens`` None means up to the context end. ``speculative_num_steps``: the most drafts of a round that are
+    accepted for this request, 0 for plain decode, None for what the server does; it changes no answer.
+    Raises ``ValueError`` naming the field, its value and the fix.
     """
 
     max_new_tokens: int | None = 128
@@ -34,6 +36,7 @@ class SamplingParams:
     ignore_eos: bool = False
     n: int = 1
     sampling_seed: int | None = None
+    speculative_num_steps: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
@@ -55,6 +58,8 @@ class SamplingParams:
                     "min_new_tokens must not exceed max_new_tokens, "
                     f"got {self.min_new_tokens} and {self.max_new_tokens}"
                 )
+        if self.speculative_num_steps is not None:
+            _integer("speculative_num_steps", self.speculative_num_steps, 0, None)
         if self.sampling_seed is not None:
             _integer("sampling_seed", self.sampling_seed, -(1 << 63), (1 << 63) - 1)
         if len(self.stop) > _MAX_STOP_STRINGS or not all(isinstance(s, str) and s for s in self.stop):
@@ -82,7 +87,11 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Build from a request's ``sampling_params`` object; unknown names are an error that lists the known ones."""
+        """Build from a request's ``sampling_params`` object; unknown names are an error that lists the known ones.
+
+        ``"speculative": false`` is another way to say ``"speculative_num_steps": 0``.
+        """
+        values = _without_switch(values)
         known = {f.name for f in fields(cls)}
         unsupported = sorted(set(values) & _LATER)
         active = [name for name in unsupported if values[name] is not None]
@@ -112,6 +121,17 @@ class SamplingParams:
 
 
 _LATER = frozenset({"json_schema", "regex", "ebnf", "structural_tag", "custom_params", "stop_regex", "thinking_budget"})
+
+
+def _without_switch(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``speculative`` as the length it stands for."""
+    rest = dict(values)
+    wanted = rest.pop("speculative", None)
+    if wanted not in (None, True, False):
+        raise ValueError(f"speculative must be true or false, got {wanted!r:.200}")
+    if wanted is False:
+        rest["speculative_num_steps"] = 0
+    return rest
 
 
 def parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:

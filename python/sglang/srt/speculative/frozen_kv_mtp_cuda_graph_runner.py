@@ -72,7 +72,10 @@ class FrozenKVMTPDraftProgram:
         self._max_kv_len = max_kv_len
 
     def run(self, step: Step) -> None:
-        rows, out = self._rows.first(step.size), self._out.first(step.size)
+        rows, out = self._rows.first(step.size), self._out.of_width(step.size, step.width)
+        if step.width == 1:  # nothing to draft
+            out.draft_tokens[:, 0].copy_(rows.bonus_tokens)
+            return
         view = frozen_kv_target_view(
             rows.req_pool_indices, rows.committed_lens, committed_lens(step.batch), self._max_kv_len
         )
@@ -80,7 +83,7 @@ class FrozenKVMTPDraftProgram:
         token, hidden = rows.bonus_tokens, out.hidden_states
         fb = target_kv_pool_view(self._context, geometry, self._backend.init_forward_metadata(geometry), token)
         chain = [token]
-        for _ in range(out.draft_tokens.shape[1] - 1):
+        for _ in range(step.width - 1):
             state, hidden = self._model.forward(with_tokens(fb, token), hidden)
             token = self._model.draft_argmax(state)
             chain.append(token)
@@ -102,7 +105,7 @@ class FrozenKVMTPAcceptProgram:
         self._simulated_len = simulated_len
 
     def run(self, step: Step) -> None:
-        rows, out = self._rows.first(step.size), self._out.first(step.size)
+        rows, out = self._rows.first(step.size), self._out.of_width(step.size, step.width)
         forced = None
         if self._simulated_len is not None:
             forced = simulated_accept_lens(self._simulated_len, rows.seeds, rows.committed_lens)
@@ -112,6 +115,7 @@ class FrozenKVMTPAcceptProgram:
             out.target_tokens,
             rows.live,
             forced,
+            rows.max_drafts,
             rows.committed_lens,
             rows.bonus_tokens,
             out.result,
@@ -143,10 +147,12 @@ class FrozenKVMTPRound:
 class FrozenKVMTPCudaGraphRunner(CudaGraphRunner):
     """Replays a round as one graph, or (``separate``) as a graph per stage, which is how stages are timed."""
 
-    def __init__(self, program: FrozenKVMTPRound, sizes: Sequence[int], *, separate: bool) -> None:
-        super().__init__(program, sizes)
+    def __init__(
+        self, program: FrozenKVMTPRound, sizes: Sequence[int], widths: Sequence[int], *, separate: bool
+    ) -> None:
+        super().__init__(program, sizes, widths)
         stages = program.stages if separate else ()
-        self.stages = tuple(CudaGraphRunner(stage, sizes, self._pool) for stage in stages)
+        self.stages = tuple(CudaGraphRunner(stage, sizes, widths, self._pool) for stage in stages)
 
     def can_run(self, step: Step) -> bool:
         return all(stage.can_run(step) for stage in self.stages) if self.stages else super().can_run(step)

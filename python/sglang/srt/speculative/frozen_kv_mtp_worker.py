@@ -17,15 +17,17 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.managers.schedule_batch import GenerationBatchResult, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.model_executor.cuda_graph_runner import EagerRunner, Runner, batch_sizes
+from sglang.srt.model_executor.cuda_graph_runner import EagerRunner, Runner, Step, StepKind, batch_sizes
 from sglang.srt.model_executor.decode_loop import DecodeLoop
 from sglang.srt.model_executor.decode_programs import WIDTH, TargetVerifyProgram
 from sglang.srt.model_executor.decode_rows import ResidentRows
+from sglang.srt.model_executor.draft_length import DraftLength, FixedLength
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.input_buffers import ROWS
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.gemma4_mtp import build_frozen_kv_mtp_context
 from sglang.srt.server_args_slices import GraphConfig, SpecConfig
+from sglang.srt.speculative.adaptive_length import AdaptiveLength, draft_lengths
 from sglang.srt.speculative.frozen_kv_mtp_cuda_graph_runner import (
     FrozenKVMTPAcceptProgram,
     FrozenKVMTPCudaGraphRunner,
@@ -36,6 +38,8 @@ from sglang.srt.speculative.frozen_kv_mtp_cuda_graph_runner import (
 from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPDraftInput, FrozenKVMTPVerifyInput
 from sglang.srt.speculative.spec_info import SpecCapabilities
 from sglang.srt.utils.env import SGLANG_DEBUG_KV_DIGEST, SGLANG_SIMULATE_ACC_LEN, SGLANG_SPEC_SEPARATE_GRAPHS
+
+_MEASURING_S = 1.5  # for the times of rounds, at the start
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +70,17 @@ class FrozenKVMTPWorker(TpModelWorker):
         self.round = self._make_round()
         self._loop = self._round_loop(graphs)
 
+    def capture_graphs(self) -> None:
+        super().capture_graphs()
+        if self._adaptive is not None:
+            with torch.inference_mode():
+                self._adaptive.times.measure(self._run_padding, self.memory.max_requests, _MEASURING_S)
+
+    def _run_padding(self, num_rows: int, num_drafts: int) -> None:
+        """A round of nothing but padding, to its end."""
+        self.loop.runner.run(Step(num_rows, StepKind.GREEDY, None, num_drafts + 1))
+        self.runner.device.synchronize()
+
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         with torch.inference_mode():
             if batch.mode is ForwardMode.EXTEND:
@@ -89,21 +104,22 @@ class FrozenKVMTPWorker(TpModelWorker):
     def draft(self, batch: ScheduleBatch) -> FrozenKVMTPVerifyInput:
         """The first stage of a round by itself."""
         before = self.context.target_token_to_kv_pool.digest() if self._check_digest else None
-        self.round.draft.run(self.loop.prepare(batch, exact=True))
+        step = self.loop.prepare(batch, exact=True)
+        self.round.draft.run(step)
         if before is not None and before != self.context.target_token_to_kv_pool.digest():
             raise RuntimeError("drafting changed the target's KV")
         num = len(batch.reqs)
-        chain = self._buffers.draft_tokens[:num].clone()
+        chain = self._buffers.of_width(num, step.width).draft_tokens.clone()
         positions = self._rows.device.committed_lens[:num, None] + torch.arange(chain.shape[1], device=self._device)
         return FrozenKVMTPVerifyInput(chain, positions)
 
     def verify(self, batch: ScheduleBatch, chain: FrozenKVMTPVerifyInput) -> GenerationBatchResult:
         """The other stages: one target pass over the chain; the run each request gains, and its next seed."""
-        step = self.loop.prepare(batch, exact=True)
-        self._buffers.draft_tokens[: len(batch.reqs)].copy_(chain.draft_tokens)
+        step = self.loop.prepare(batch, exact=True, width=chain.num_draft_tokens)
+        self._buffers.of_width(step.size, step.width).draft_tokens.copy_(chain.draft_tokens)
         self.round.verify.run(step)
         self.round.accept.run(step)
-        return self.loop.read(batch)()
+        return self.loop.read(batch, step.width)()
 
     def describe(self) -> dict[str, object]:
         facts = self.target.describe() | {"decode_batch_sizes": self.loop.sizes.sizes}
@@ -153,8 +169,13 @@ class FrozenKVMTPWorker(TpModelWorker):
 
     def _round_loop(self, graphs: GraphConfig) -> DecodeLoop:
         sizes = batch_sizes(graphs, self.memory.max_requests)
+        lengths: tuple[int, ...] = (self.spec.num_steps,)
+        if self.spec.adaptive or not graphs.capture:
+            lengths = draft_lengths(self.spec.num_steps, coarse=graphs.capture)
         runner: Runner = EagerRunner(self.round)
         if graphs.capture:
-            separate = SGLANG_SPEC_SEPARATE_GRAPHS.get()
-            runner = FrozenKVMTPCudaGraphRunner(self.round, sizes.sizes, separate=separate)
-        return DecodeLoop(self._rows, self._buffers, runner, sizes, self.kv_manager, num_drafts=self.spec.num_steps)
+            widths, separate = [n + 1 for n in lengths], SGLANG_SPEC_SEPARATE_GRAPHS.get()
+            runner = FrozenKVMTPCudaGraphRunner(self.round, sizes.sizes, widths, separate=separate)
+        self._adaptive = AdaptiveLength(lengths) if self.spec.adaptive else None
+        length: DraftLength = self._adaptive or FixedLength(lengths)
+        return DecodeLoop(self._rows, self._buffers, runner, sizes, self.kv_manager, length)

@@ -34,6 +34,11 @@ class Device:
             return torch.cuda.mem_get_info(self.index)[1]
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
+    def synchronize(self) -> None:
+        """Wait for what was started."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize(self.index)
+
     def peak_bytes(self, run: Callable[[], object]) -> int:
         """Memory that ``run`` takes at its height beyond what is taken already, in bytes. CUDA only."""
         assert self.kind == "cuda", "the allocator of a CPU keeps no count"
@@ -79,13 +84,13 @@ class Readback:
                 self._slots.append((pinned, torch.cuda.Event()))  # type: ignore[no-untyped-call]
 
     def start(self, source: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin to copy ``source``, the first rows of the tensor this was made for; the result waits for the copy."""
+        """Begin to copy ``source``, dense and a part of what this was made for; the result waits for the copy."""
         if not self._slots:
             copy = source.clone()
             return lambda: copy
         pinned, done = self._slots[0]
         self._slots.reverse()
-        target = pinned[: source.shape[0]]
+        target = pinned.view(-1)[: source.numel()].view(source.shape)
         target.copy_(source, non_blocking=True)
         done.record()
 

@@ -44,8 +44,9 @@ def place_rows(req_to_token, req_rows, committed_lens, num_rows):
 
 @triton.jit
 def advance_kernel(
-    draft_ptr, target_ptr, live_ptr, forced_ptr, committed_ptr, bonus_ptr, result_ptr, hidden_ptr, states_ptr, N, H,
-    draft_stride, HAS_FORCED: tl.constexpr, HAS_HIDDEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    draft_ptr, target_ptr, live_ptr, forced_ptr, caps_ptr, committed_ptr, bonus_ptr, result_ptr, hidden_ptr, states_ptr,
+    N, H, draft_stride, HAS_FORCED: tl.constexpr, HAS_CAPS: tl.constexpr, HAS_HIDDEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Each program of a request finds the length by itself and copies BLOCK_H columns; the first also does the rest.
     No program reads what another one changes. Grid: (column blocks, B)."""
@@ -54,6 +55,8 @@ def advance_kernel(
     wait_for_inputs()
     target = tl.load(target_ptr + b * N + j, mask=j < N, other=-1)
     accept_len = chain_accept_len(draft_ptr, forced_ptr, b, target, N, draft_stride, HAS_FORCED, BLOCK_N)
+    if HAS_CAPS:
+        accept_len = tl.minimum(accept_len, tl.load(caps_ptr + b) + 1).to(tl.int32)
     release_dependents()
     if HAS_HIDDEN:
         h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -68,14 +71,15 @@ def advance_kernel(
 
 
 def advance_rows(
-    draft_tokens, target_tokens, live, forced_accept_lens, committed_lens, bonus_tokens, result, hidden, hidden_states
-):
+    draft_tokens, target_tokens, live, forced_accept_lens, max_drafts, committed_lens, bonus_tokens, result, hidden,
+    hidden_states,
+):  # fmt: skip
     """See ``sgl_kernel.decode_step.advance_rows``."""
     batch, num_rows = target_tokens.shape
     device, width = result.device, 1 if hidden is None else hidden.shape[1]
     _check(device, batch, live=live, committed_lens=committed_lens, bonus_tokens=bonus_tokens)
-    if forced_accept_lens is not None:
-        _check(device, batch, forced_accept_lens=forced_accept_lens)
+    limits = {"forced_accept_lens": forced_accept_lens, "max_drafts": max_drafts}
+    _check(device, batch, **{name: lens for name, lens in limits.items() if lens is not None})
     for name, tensor, shape in (
         ("draft_tokens", draft_tokens, (batch, num_rows)),
         ("target_tokens", target_tokens, (batch, num_rows)),
@@ -97,9 +101,10 @@ def advance_rows(
         )
     # a pointer that is not used still has to be one
     advance_kernel[(cdiv(width, _BLOCK_H), batch)](
-        draft_tokens, target_tokens, live, live if forced_accept_lens is None else forced_accept_lens, committed_lens,
-        bonus_tokens, result, live if hidden is None else hidden, live if hidden is None else hidden_states, num_rows,
-        width, num_rows, HAS_FORCED=forced_accept_lens is not None, HAS_HIDDEN=hidden is not None,
+        draft_tokens, target_tokens, live, live if forced_accept_lens is None else forced_accept_lens,
+        live if max_drafts is None else max_drafts, committed_lens, bonus_tokens, result,
+        live if hidden is None else hidden, live if hidden is None else hidden_states, num_rows, width, num_rows,
+        HAS_FORCED=forced_accept_lens is not None, HAS_CAPS=max_drafts is not None, HAS_HIDDEN=hidden is not None,
         BLOCK_N=next_power_of_2(num_rows), BLOCK_H=_BLOCK_H, **options(4),
     )  # fmt: skip
 

@@ -1,0 +1,45 @@
+"""How many drafts a round makes: what a decode loop asks before it starts one, and tells after it has read one."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class DraftLength(Protocol):
+    """``caps``: the most drafts that may count for each request of a round. Nothing here changes an answer."""
+
+    def choose(self, caps: Sequence[int]) -> int:
+        """Drafts of the next round of these requests."""
+        ...
+
+    def observe(self, num_drafts: int, accept_lens: Sequence[int], caps: Sequence[int]) -> None:
+        """What a round of ``num_drafts`` gained."""
+        ...
+
+    def observe_time(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """How long a round took, from its start to the start of the next one of the same requests."""
+        ...
+
+
+class FixedLength:
+    """The most drafts always, but no more than one of the requests can use."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """``lengths``: those that can be had, ascending."""
+        self._lengths = tuple(lengths)
+
+    def choose(self, caps: Sequence[int]) -> int:
+        return least_length(self._lengths, max(caps))
+
+    def observe(self, num_drafts: int, accept_lens: Sequence[int], caps: Sequence[int]) -> None:
+        """Nothing is learned."""
+
+    def observe_time(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """Nothing is learned."""
+
+
+def least_length(lengths: Sequence[int], wanted: int) -> int:
+    """The least of ``lengths`` (ascending) that is at least ``wanted``, or the last."""
+    return lengths[min(bisect.bisect_left(lengths, wanted), len(lengths) - 1)]

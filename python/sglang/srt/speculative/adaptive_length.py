@@ -1,0 +1,148 @@
+"""Draft length by expected tokens per second: what a round costs, measured, against what its drafts are worth.
+
+The drafts of a round are accepted from the left, so a round of n drafts gains 1 + a_1 + a_1 a_2 + .. + a_1 .. a_n
+tokens on average, where a_j is the share of drafts at position j that are accepted among those reached. Every count
+behind an a_j fades with rounds, seen or not, and where little is left of it the position before answers for it (for the
+first one, a favourable guess). So a length that is not used is not written off for ever: it is tried again now and
+then, and what the trial shows settles it within a few rounds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from sglang.srt.model_executor.draft_length import least_length
+
+logger = logging.getLogger(__name__)
+
+_GUESS = 0.8  # of the first draft's acceptance
+_GUESS_WEIGHT = 2.0  # in observed drafts
+_FADE = 1.0 - 1.0 / 64.0  # per round
+_LEARNING_RATE = 0.1  # of round times, from two rounds that follow each other
+_MEASURED_ROUNDS = 3
+_MAX_MEASURED_ROWS = 64
+_EVERY_LENGTH_TO = 8
+
+
+def draft_lengths(num_steps: int, *, coarse: bool) -> tuple[int, ...]:
+    """Lengths to choose from, none and ``num_steps`` among them. ``coarse``: few, since each costs memory or time."""
+    if coarse:
+        return tuple(sorted({0, num_steps // 2, num_steps}))
+    longer = range(_EVERY_LENGTH_TO, num_steps, 4)
+    return tuple(sorted({*range(min(num_steps, _EVERY_LENGTH_TO) + 1), *longer, num_steps}))
+
+
+class RoundTimes:
+    """Seconds of a round by number of requests and draft length; only their ratios at one number matter."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = tuple(lengths)
+        # before anything is measured: a draft costs a fifth of a round without any
+        self._measured: dict[int, dict[int, float]] = {1: {n: 1.0 + 0.2 * n for n in lengths}}
+        self._used: dict[int, dict[int, float]] = {}
+        self._last: tuple[int, int, float] | None = None
+
+    def measure(self, run: Callable[[int, int], None], max_rows: int, budget_s: float) -> None:
+        """``run(num_rows, num_drafts)`` is a round. What the budget does not reach is like the last that it did."""
+        start, num_rows = time.perf_counter(), 1
+        while num_rows <= min(max_rows, _MAX_MEASURED_ROWS) and time.perf_counter() - start < budget_s:
+            self._measured[num_rows] = {n: _best_of(run, num_rows, n) for n in self._lengths}
+            num_rows *= 2
+        self._used.clear()
+        rows = {num: [round(1e3 * t, 2) for t in times.values()] for num, times in self._measured.items()}
+        logger.info("Round times (ms) of %s drafts by number of requests: %s", list(self._lengths), rows)
+
+    def of(self, num_rows: int) -> dict[int, float]:
+        """Seconds by draft length."""
+        found = self._used.get(num_rows)
+        if found is None:
+            found = self._used[num_rows] = self._interpolate(num_rows)
+        return found
+
+    def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """Two rounds in a row with other lengths correct the ratio of their times; nothing else does, since what the
+        machine does besides changes from moment to moment."""
+        last, self._last = self._last, (num_rows, num_drafts, seconds)
+        if last is None or last[0] != num_rows or last[1] == num_drafts:
+            return
+        times = self.of(num_rows)
+        _, other, other_seconds = last
+        error = math.log(seconds / other_seconds) - math.log(times[num_drafts] / times[other])
+        step = _LEARNING_RATE * max(-0.5, min(0.5, error)) / 2
+        times[num_drafts] *= math.exp(step)
+        times[other] *= math.exp(-step)
+
+    def _interpolate(self, num_rows: int) -> dict[int, float]:
+        below = max(num for num in self._measured if num <= num_rows)
+        above = min((num for num in self._measured if num > num_rows), default=below)
+        part = 0.0 if above == below else (num_rows - below) / (above - below)
+        low, high = self._measured[below], self._measured[above]
+        return {n: (1.0 - part) * low[n] + part * high[n] for n in self._lengths}
+
+
+class Acceptance:
+    """Drafts reached and accepted at each position, fading with rounds."""
+
+    def __init__(self, num_positions: int) -> None:
+        self._reached = [0.0] * num_positions
+        self._accepted = [0.0] * num_positions
+
+    def observe(self, num_drafts: int, accept_lens: Sequence[int], caps: Sequence[int]) -> None:
+        for j in range(len(self._reached)):
+            self._reached[j] *= _FADE
+            self._accepted[j] *= _FADE
+        for accept_len, cap in zip(accept_lens, caps, strict=True):
+            usable = min(num_drafts, cap)
+            for j in range(min(accept_len, usable)):
+                self._reached[j] += 1.0
+                self._accepted[j] += j + 1 < accept_len
+
+    def rates(self) -> list[float]:
+        """The share accepted of those reached, by position."""
+        rates, guess = [], _GUESS
+        for reached, accepted in zip(self._reached, self._accepted, strict=True):
+            guess = (accepted + _GUESS_WEIGHT * guess) / (reached + _GUESS_WEIGHT)
+            rates.append(guess)
+        return rates
+
+
+class AdaptiveLength:
+    """Chooses the length with the most expected tokens per second."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """``lengths``: those that can be had, ascending, 0 among them."""
+        self._lengths = tuple(lengths)
+        self._acceptance = Acceptance(self._lengths[-1])
+        self.times = RoundTimes(lengths)
+
+    def choose(self, caps: Sequence[int]) -> int:
+        most = least_length(self._lengths, max(caps))
+        times, gained = self.times.of(len(caps)), self._gains(caps)
+        return max((n for n in self._lengths if n <= most), key=lambda n: gained[n] / times[n])
+
+    def observe(self, num_drafts: int, accept_lens: Sequence[int], caps: Sequence[int]) -> None:
+        self._acceptance.observe(num_drafts, accept_lens, caps)
+
+    def observe_time(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        self.times.observe(num_rows, num_drafts, seconds)
+
+    def _gains(self, caps: Sequence[int]) -> list[float]:
+        """Tokens that a round of each length is expected to gain, all requests together."""
+        gained, reach = [float(len(caps))], 1.0
+        for j, rate in enumerate(self._acceptance.rates()):
+            reach *= rate
+            gained.append(gained[-1] + reach * sum(cap > j for cap in caps))
+        return gained
+
+
+def _best_of(run: Callable[[int, int], None], num_rows: int, num_drafts: int) -> float:
+    run(num_rows, num_drafts)
+    times = []
+    for _ in range(_MEASURED_ROUNDS):
+        start = time.perf_counter()
+        run(num_rows, num_drafts)
+        times.append(time.perf_counter() - start)
+    return min(times)
