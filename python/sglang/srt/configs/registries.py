@@ -37,6 +37,11 @@ SPECULATIVE_ALGORITHMS: Mapping[str, str] = MappingProxyType(
     {"FROZEN_KV_MTP": "sglang.srt.speculative.frozen_kv_mtp_worker:FrozenKVMTPWorker"}
 )
 
+# --grammar-backend -> backend class
+GRAMMAR_BACKENDS: Mapping[str, str] = MappingProxyType(
+    {"xgrammar": "sglang.srt.constrained.xgrammar_backend:XGrammarBackend"}
+)
+
 
 def load_entry(table: Mapping[str, str], name: str) -> Any:
     """Import and return the class that ``name`` stands for in one of the tables above.

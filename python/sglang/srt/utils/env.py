@@ -68,9 +68,17 @@ SGLANG_CPU_THREADS = EnvVar(
     help="threads an engine on a CPU computes with; 0: all cores but one, which tokenizing and HTTP need",
 )
 
+SGLANG_GRAMMAR_TIMEOUT = EnvVar(
+    name="SGLANG_GRAMMAR_TIMEOUT",
+    default=60.0,
+    parse=float,
+    help="seconds a request waits for its grammar to be compiled before it is refused",
+)
+
 ENVIRONMENT: tuple[EnvVar, ...] = (
     SGLANG_DEBUG_KV_DIGEST,
     SGLANG_SPEC_SEPARATE_GRAPHS,
     SGLANG_SIMULATE_ACC_LEN,
     SGLANG_CPU_THREADS,
+    SGLANG_GRAMMAR_TIMEOUT,
 )
