@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -18,6 +19,17 @@ from sglang.srt.model_executor.decode_rows import ResidentRows, draft_caps
 from sglang.srt.model_executor.draft_length import DraftLength
 from sglang.srt.speculative.spec_info import SpecInput
 from sglang.srt.utils.device import Readback
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """A round that was read. ``num_tokens``: of each request, before the round's were added; ``useful``: drafts."""
+
+    reqs: tuple[Req, ...]
+    useful: list[int]
+    num_drafts: int
+    accept_lens: list[int]
+    num_tokens: list[int]
 
 
 class DecodeLoop:
@@ -40,6 +52,7 @@ class DecodeLoop:
         self._kv_manager = kv_manager
         self._length = length
         self._caps: tuple[int, ...] = ()
+        self._unjudged: _Round | None = None
         self._started: tuple[int, float] | None = None  # drafts and time of the last round of these requests
         self._readback = Readback(out.result)
         self._reqs: tuple[Req, ...] = ()
@@ -75,14 +88,14 @@ class DecodeLoop:
             self._reqs, self._seed, self._committed = batch.reqs, batch.spec_info, committed
             self._caps, self._started = draft_caps(batch.reqs), None
         self._kv_manager.show_device()
-        width = self._length.choose(self._caps) + 1 if width is None else width
+        width = self._length.choose(self._useful(batch)) + 1 if width is None else width
         if self._size and not exact:
             return Step(self._size, self._kind, None, width)
         return Step(len(batch.reqs), self._kind, batch, width)
 
     def read(self, batch: ScheduleBatch, width: int) -> Callable[[], GenerationBatchResult]:
         """What the program left. Calling the result is the one time in a step that the host waits."""
-        num, caps = len(batch.reqs), self._caps
+        num, useful = len(batch.reqs), self._useful(batch)
         wait = self._readback.start(self._out.of_width(num, width).result)
 
         @torch.inference_mode()
@@ -90,12 +103,25 @@ class DecodeLoop:
             result = wait()
             tokens, accept_lens = result[:, :-1], result[:, -1]
             gained = accept_lens.tolist()
-            self._length.observe(width - 1, gained, caps)
+            self._judge(_Round(batch.reqs, useful, width - 1, gained, [len(req.token_ids) for req in batch.reqs]))
             self._committed = [n + more for n, more in zip(self._committed, gained, strict=True)]
             self._seed = self._out.next_seed(self._rows.device, num)
             return GenerationBatchResult(tokens, accept_lens, self._seed, num_drafts=width - 1)
 
         return finish
+
+    def _useful(self, batch: ScheduleBatch) -> list[int]:
+        """The most drafts that can be of use to each request in a round: the token after them is one more."""
+        lefts = [req.max_new_tokens - req.output_len - 1 for req in batch.reqs]
+        return [max(0, min(cap, left)) for cap, left in zip(self._caps, lefts, strict=True)]
+
+    def _judge(self, following: _Round) -> None:
+        """What the round before ``following`` gained is known by now: not the tokens behind the end of an answer."""
+        last, self._unjudged = self._unjudged, following
+        if last is not None:
+            kept = [len(req.token_ids) - num for req, num in zip(last.reqs, last.num_tokens, strict=True)]
+            gained = [min(accepted, more) for accepted, more in zip(last.accept_lens, kept, strict=True)]
+            self._length.observe(last.num_drafts, gained, last.useful)
 
     def _note_time(self, step: Step) -> None:
         """A round lasts until the next one of the same requests starts: work of the host beside it counts."""

@@ -8,14 +8,14 @@ from typing import Protocol
 
 
 class DraftLength(Protocol):
-    """``caps``: the most drafts that may count for each request of a round. Nothing here changes an answer."""
+    """``caps``: the most drafts that can be of use to each request of a round. Nothing here changes an answer."""
 
     def choose(self, caps: Sequence[int]) -> int:
         """Drafts of the next round of these requests."""
         ...
 
     def observe(self, num_drafts: int, accept_lens: Sequence[int], caps: Sequence[int]) -> None:
-        """What a round of ``num_drafts`` gained."""
+        """What a round of ``num_drafts`` gained, in tokens that requests kept."""
         ...
 
     def observe_time(self, num_rows: int, num_drafts: int, seconds: float) -> None:

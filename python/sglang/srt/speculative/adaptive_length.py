@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 from sglang.srt.model_executor.draft_length import least_length
 
@@ -20,9 +21,10 @@ logger = logging.getLogger(__name__)
 
 _GUESS = 0.8  # of the first draft's acceptance
 _GUESS_WEIGHT = 2.0  # in observed drafts
-_FADE = 1.0 - 1.0 / 64.0  # per round
+_FADE = 1.0 - 1.0 / 32.0  # per round
+_OVERHEAD_RATE = 1.0 / 8.0
 _LEARNING_RATE = 0.1  # of round times, from two rounds that follow each other
-_MEASURED_ROUNDS = 3
+_MEASURED_ROUNDS = 5
 _MAX_MEASURED_ROWS = 64
 _EVERY_LENGTH_TO = 8
 
@@ -44,43 +46,56 @@ class RoundTimes:
         self._measured: dict[int, dict[int, float]] = {1: {n: 1.0 + 0.2 * n for n in lengths}}
         self._used: dict[int, dict[int, float]] = {}
         self._last: tuple[int, int, float] | None = None
+        self._overhead = 0.0  # of the host, which is the same for every length
 
     def measure(self, run: Callable[[int, int], None], max_rows: int, budget_s: float) -> None:
         """``run(num_rows, num_drafts)`` is a round. What the budget does not reach is like the last that it did."""
         start, num_rows = time.perf_counter(), 1
         while num_rows <= min(max_rows, _MAX_MEASURED_ROWS) and time.perf_counter() - start < budget_s:
-            self._measured[num_rows] = {n: _best_of(run, num_rows, n) for n in self._lengths}
+            self._measured[num_rows] = self._measure_at(run, num_rows)
             num_rows *= 2
         self._used.clear()
         rows = {num: [round(1e3 * t, 2) for t in times.values()] for num, times in self._measured.items()}
         logger.info("Round times (ms) of %s drafts by number of requests: %s", list(self._lengths), rows)
 
+    def _measure_at(self, run: Callable[[int, int], None], num_rows: int) -> dict[int, float]:
+        """One draft more costs about the same wherever a chain has got to, so few lengths say what the others take."""
+        lengths = self._lengths
+        picked = sorted({*lengths[:2], lengths[len(lengths) // 2], lengths[-1]})
+        seconds = {n: _best_of(run, num_rows, n) for n in picked}
+        for less, more in pairwise(picked):  # what is measured too high is never a reason to draft more
+            seconds[more] = max(seconds[more], seconds[less])
+        return {n: _between(seconds, n) for n in lengths}
+
     def of(self, num_rows: int) -> dict[int, float]:
-        """Seconds by draft length."""
+        """Seconds by draft length, from the start of a round to the start of the next."""
+        return {n: seconds + self._overhead for n, seconds in self._alone(num_rows).items()}
+
+    def _alone(self, num_rows: int) -> dict[int, float]:
+        """Seconds by draft length without what the host does between two rounds."""
         found = self._used.get(num_rows)
         if found is None:
             found = self._used[num_rows] = self._interpolate(num_rows)
         return found
 
     def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """Two rounds in a row with other lengths correct the ratio of their times; nothing else does, since what the
-        machine does besides changes from moment to moment."""
+        """What a round took beyond what it takes alone is overhead. Two rounds in a row with other lengths correct the
+        ratio of their times; one round never does, since the speed of a machine changes from moment to moment."""
+        times = self._alone(num_rows)
+        beyond = max(0.0, min(times[0], seconds - times[num_drafts]))
+        self._overhead += _OVERHEAD_RATE * (beyond - self._overhead)
         last, self._last = self._last, (num_rows, num_drafts, seconds)
         if last is None or last[0] != num_rows or last[1] == num_drafts:
             return
-        times = self.of(num_rows)
         _, other, other_seconds = last
-        error = math.log(seconds / other_seconds) - math.log(times[num_drafts] / times[other])
+        expected = (times[num_drafts] + self._overhead) / (times[other] + self._overhead)
+        error = math.log(seconds / other_seconds) - math.log(expected)
         step = _LEARNING_RATE * max(-0.5, min(0.5, error)) / 2
         times[num_drafts] *= math.exp(step)
         times[other] *= math.exp(-step)
 
     def _interpolate(self, num_rows: int) -> dict[int, float]:
-        below = max(num for num in self._measured if num <= num_rows)
-        above = min((num for num in self._measured if num > num_rows), default=below)
-        part = 0.0 if above == below else (num_rows - below) / (above - below)
-        low, high = self._measured[below], self._measured[above]
-        return {n: (1.0 - part) * low[n] + part * high[n] for n in self._lengths}
+        return {n: _between({num: times[n] for num, times in self._measured.items()}, num_rows) for n in self._lengths}
 
 
 class Acceptance:
@@ -136,6 +151,14 @@ class AdaptiveLength:
             reach *= rate
             gained.append(gained[-1] + reach * sum(cap > j for cap in caps))
         return gained
+
+
+def _between(values: Mapping[int, float], at: int) -> float:
+    """Linear between the two neighbours of ``at``, and level outside."""
+    below = max((key for key in values if key <= at), default=min(values))
+    above = min((key for key in values if key >= at), default=max(values))
+    part = 0.0 if above == below else (at - below) / (above - below)
+    return (1.0 - part) * values[below] + part * values[above]
 
 
 def _best_of(run: Callable[[int, int], None], num_rows: int, num_drafts: int) -> float:
