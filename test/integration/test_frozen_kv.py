@@ -59,7 +59,7 @@ class Rounds:
         chain = self.draft()
         if drafts is not None:
             tokens = torch.cat([chain.draft_tokens[:, :1], drafts[None]], dim=1)
-            chain = FrozenKVMTPVerifyInput(tokens, chain.positions)
+            chain = FrozenKVMTPVerifyInput(tokens, chain.positions, chain.parents)
         with torch.inference_mode():
             result = self.worker.verify(self.batch(), chain)
         gained = int(result.accept_lens[0])
@@ -153,10 +153,10 @@ def test_a_wrong_pair_is_one_error_with_every_mismatch(tiny_checkpoints: Path) -
 
 
 @pytest.mark.parametrize("on_host", [None, (5, 9)])
-def test_topk_expansion_repeats_each_request(on_host: tuple[int, ...] | None) -> None:
+def test_branches_are_rows_of_their_request(on_host: tuple[int, ...] | None) -> None:
     geometry = frozen_kv_target_view(torch.tensor([0, 1]), torch.tensor([5, 9]), on_host, 64)
     assert geometry.max_kv_len == (64 if on_host is None else 9)
     assert geometry.kv_lens.tolist() == [5, 9] and geometry.positions.tolist() == [5, 9]
     wide = expand_for_topk_draft(geometry, 2)
-    assert wide.kv_lens.tolist() == [5, 5, 9, 9] and wide.positions.tolist() == [5, 5, 9, 9]
-    assert expand_for_topk_draft(geometry, 1) is geometry
+    assert wide.kv_lens.tolist() == [5, 9] and wide.q_lens_cpu == (2, 2), "so that keys are read once for both"
+    assert wide.positions.tolist() == [5, 5, 9, 9] and wide.host == geometry.host

@@ -28,7 +28,7 @@ from sglang.srt.server_args import (
     resolve_server_args,
 )
 from sglang.srt.server_args_docs import render
-from sglang.srt.server_args_speculative import complete_chain
+from sglang.srt.server_args_speculative import complete_shape
 from sglang.srt.server_args_unsupported import UNSUPPORTED_FLAGS
 from sglang.srt.utils.embedded import EmbeddedModel
 
@@ -97,7 +97,8 @@ RESOLUTION: dict[str, tuple[list[str], Any]] = {
     "speculative_draft_model_revision": ([*SPEC, "--speculative-draft-model-revision", "r"], "r"),
     "speculative_adaptive": ([*SPEC, "--speculative-adaptive"], True),
     "speculative_num_steps": ([*SPEC, "--speculative-num-steps", "7"], 7),
-    "speculative_eagle_topk": ([*SPEC, "--speculative-eagle-topk", "1"], 1),
+    "speculative_eagle_topk": ([*SPEC, "--speculative-eagle-topk", "2"], 2),
+    "speculative_use_rejection_sampling": ([*SPEC, "--speculative-use-rejection-sampling"], True),
     "speculative_num_draft_tokens": ([*SPEC, "--speculative-num-draft-tokens", "3"], 3),
     "speculative_accept_threshold_single": (["--speculative-accept-threshold-single", "1"], 1.0),
     "speculative_accept_threshold_acc": (["--speculative-accept-threshold-acc", "1.0"], 1.0),
@@ -527,15 +528,30 @@ def test_depth_of_the_embedded_model() -> None:
 
 
 def test_depths_follow_from_one_another() -> None:
-    assert complete_chain(None, None, None, 4) == (4, 1, 5)
-    assert complete_chain(2, None, None, 4) == (2, 1, 3)
-    assert complete_chain(None, None, 2, 4) == (1, 1, 2)
-    assert complete_chain(3, 1, 4, 9) == (3, 1, 4)
+    assert complete_shape(None, None, None, 4) == (4, 1, 5)
+    assert complete_shape(2, None, None, 4) == (2, 1, 3)
+    assert complete_shape(None, None, 2, 4) == (1, 1, 2)
+    assert complete_shape(3, 1, 4, 9) == (3, 1, 4)
     names = "--speculative-num-steps 3, --speculative-eagle-topk 1 and --speculative-num-draft-tokens 8"
     with pytest.raises(ValueError, match=names):
-        complete_chain(3, None, 8, 4)
-    with pytest.raises(ValueError, match="--speculative-eagle-topk 2"):
-        complete_chain(3, 2, None, 4)
+        complete_shape(3, None, 8, 4)
+    assert complete_shape(3, 2, None, 4) == (3, 2, 7)
+    assert complete_shape(None, 2, 4, 4) == (4, 2, 4)
+    assert complete_shape(6, 3, None, 4) == (6, 3, 16), "no more than attention takes at once"
+    assert complete_shape(2, 2, 7, 4) == (2, 2, 7)
+    with pytest.raises(ValueError, match="--speculative-eagle-topk 2 .*from 2 to 7 draft tokens"):
+        complete_shape(2, 2, 8, 4)
+
+
+def test_trees_have_their_limits() -> None:
+    def refused(match: str, *argv: str) -> None:
+        with pytest.raises(ValueError, match=match):
+            resolve(*SPEC, "--speculative-eagle-topk", "2", *argv)
+
+    refused("--speculative-use-rejection-sampling draws chains", "--speculative-use-rejection-sampling")
+    steps = ("--speculative-num-steps", "600")
+    refused("--speculative-num-steps 600 .*attention window of", *steps, "--speculative-num-draft-tokens", "9")
+    assert resolve(*SPEC, "--speculative-eagle-topk", "2").speculative_num_draft_tokens == 9
 
 
 def test_a_chain_must_fit_the_context() -> None:

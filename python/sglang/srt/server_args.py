@@ -23,7 +23,7 @@ from sglang.srt.server_args_cli import closest, parse_command_line
 from sglang.srt.server_args_fields import ArgSpec, arg, specs_of
 from sglang.srt.server_args_ports import PortArgs
 from sglang.srt.server_args_slices import GraphConfig, LoadConfig, MemoryConfig, ScheduleConfig, SpecConfig
-from sglang.srt.server_args_speculative import complete_chain, default_num_steps
+from sglang.srt.server_args_speculative import check_tree, complete_shape, default_num_steps
 from sglang.srt.server_args_unsupported import UNSUPPORTED_FLAGS
 from sglang.srt.utils.device import make_device
 from sglang.srt.utils.hf_transformers.config import load_architecture, load_model_config
@@ -337,26 +337,33 @@ class ServerArgs:
     )
     speculative_eagle_topk: int | None = arg(
         None,
-        "Branches per drafted token. Only chains are supported, so only 1.",
+        "Branches drafted after a token. Above 1 the drafts are a tree.",
         "integer",
         _SPEC,
         low=1,
-        high=1024,
+        high=16,
         default_note="1",
     )
     speculative_num_draft_tokens: int | None = arg(
         None,
-        "Tokens verified per round: those drafted and the one before them.",
+        "Tokens verified per round: those drafted, or the best of them in a tree, and the one before them.",
         "integer",
         _SPEC,
         low=2,
         high=1025,
-        default_note="--speculative-num-steps + 1",
+        default_note="--speculative-num-steps + 1; a tree: one and top-k per step, at most 16",
     )
     speculative_adaptive: bool = arg(
         False,
         "Draft from no token to --speculative-num-steps tokens per round: the length that promises most tokens per "
         "second by what rounds cost here and what requests accept.",
+        "flag",
+        _SPEC,
+    )
+    speculative_use_rejection_sampling: bool = arg(
+        False,
+        "Draw drafts instead of taking the best, and accept them by min(1, p / q): more are accepted at higher "
+        "temperatures. Answers are distributed as without speculation; a seed gives another one of them. Chains only.",
         "flag",
         _SPEC,
     )
@@ -494,6 +501,7 @@ class ServerArgs:
             topk=topk,
             num_draft_tokens=tokens,
             adaptive=self.speculative_adaptive,
+            sample_drafts=self.speculative_use_rejection_sampling,
         )
 
 
@@ -618,6 +626,7 @@ _SPEC_SETTINGS = (
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
     "speculative_adaptive",
+    "speculative_use_rejection_sampling",
 )
 
 
@@ -637,7 +646,7 @@ def _resolve_speculation(args: ServerArgs, config: ModelConfig) -> ServerArgs:
     except ValueError as err:
         raise ValueError(f"--speculative-draft-model-path {draft!r}: {err}") from err
     default, reason = default_num_steps(config.text)
-    steps, topk, tokens = complete_chain(
+    steps, topk, tokens = complete_shape(
         args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens, default
     )
     if args.speculative_num_steps is None and args.speculative_num_draft_tokens is None:
@@ -646,6 +655,15 @@ def _resolve_speculation(args: ServerArgs, config: ModelConfig) -> ServerArgs:
     if tokens >= args.context_length:
         raise ValueError(
             f"--speculative-num-steps {steps} does not fit the context of {args.context_length} tokens: lower it"
+        )
+    if topk > 1:
+        check_tree(
+            config.text,
+            steps,
+            topk,
+            tokens,
+            attention_backend=args.attention_backend,
+            sampled=args.speculative_use_rejection_sampling,
         )
     return args.derive(
         speculative_algorithm=algorithm,

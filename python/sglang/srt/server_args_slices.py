@@ -52,6 +52,9 @@ class ScheduleConfig:
 class SpecConfig:
     """A speculative algorithm and its depth. ``num_draft_tokens`` counts the root: ``num_steps + 1`` at topk 1.
 
+    ``topk`` above 1 makes trees, of which the target verifies that many tokens. ``sample_drafts``: drafts are drawn and
+    accepted by min(1, p / q).
+
     ``adaptive``: a round drafts from 0 to ``num_steps`` tokens, whatever promises most tokens per second.
     """
 
@@ -61,6 +64,12 @@ class SpecConfig:
     topk: int
     num_draft_tokens: int
     adaptive: bool
+    sample_drafts: bool = False
+
+    @property
+    def max_depth(self) -> int:
+        """The most drafts a round can accept."""
+        return min(self.num_steps, self.num_draft_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)

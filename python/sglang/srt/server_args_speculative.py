@@ -8,6 +8,7 @@ from types import MappingProxyType
 from sglang.srt.configs.model_config import TextConfig
 
 _FALLBACK_STEPS = 3
+MAX_TREE_ROWS = 16  # rows per request that attention kernels take in one step
 
 # (hidden_size, num_layers, mixture of experts) -> (name of the size, steps). A verified token of a mixture of experts
 # touches further experts, so its chains are shorter; the larger a dense target, the more a good draft saves.
@@ -32,24 +33,58 @@ def default_num_steps(target: TextConfig) -> tuple[int, str]:
     return _FALLBACK_STEPS, "the default for a target of no known size"
 
 
-def complete_chain(
+def complete_shape(
     num_steps: int | None, topk: int | None, num_draft_tokens: int | None, default: int
 ) -> tuple[int, int, int]:
-    """Consistent (num_steps, topk, num_draft_tokens) of a chain: one token per step, and the root.
+    """Consistent (num_steps, topk, num_draft_tokens): a chain has one token per step and the root, a tree as many as
+    asked for.
 
-    ``ValueError`` names all three flags when they contradict each other, and topk when it asks for a tree.
+    ``ValueError`` names all three flags when they contradict each other.
     """
     topk = 1 if topk is None else topk
-    if topk > 1:
-        raise ValueError(f"--speculative-eagle-topk {topk} asks for draft trees, which are not supported yet: use 1")
     if num_steps is None:
-        num_steps = default if num_draft_tokens is None else num_draft_tokens - 1
+        num_steps = default if num_draft_tokens is None or topk > 1 else num_draft_tokens - 1
+    if topk == 1:
+        most = least = num_steps + 1
+    else:
+        # the children of the root, then K children of each of the K best in every further step
+        least, most = 2, 1 + topk + (num_steps - 1) * topk * topk
     if num_draft_tokens is None:
-        num_draft_tokens = num_steps + 1
-    if num_draft_tokens != num_steps + 1:
+        num_draft_tokens = most if topk == 1 else min(1 + topk * num_steps, MAX_TREE_ROWS)
+    if not least <= num_draft_tokens <= most:
+        what = f"a chain has num-steps + 1 = {most} draft tokens; give only --speculative-num-steps"
+        if topk > 1:
+            what = f"such a tree has from {least} to {most} draft tokens"
         raise ValueError(
             f"--speculative-num-steps {num_steps}, --speculative-eagle-topk {topk} and --speculative-num-draft-tokens "
-            f"{num_draft_tokens} do not fit together: a chain has num-steps + 1 = {num_steps + 1} draft tokens; "
-            "give only --speculative-num-steps"
+            f"{num_draft_tokens} do not fit together: {what}"
         )
     return num_steps, topk, num_draft_tokens
+
+
+def check_tree(
+    target: TextConfig,
+    num_steps: int,
+    topk: int,
+    num_draft_tokens: int,
+    *,
+    attention_backend: str | None,
+    sampled: bool,
+) -> None:
+    """``ValueError`` for trees that this target or the rest of the arguments have no room for."""
+    tree = f"--speculative-eagle-topk {topk}"
+    if sampled:
+        raise ValueError(
+            f"--speculative-use-rejection-sampling draws chains, and {tree} asks for trees: leave out one of the two"
+        )
+    if attention_backend == "triton" and num_draft_tokens > MAX_TREE_ROWS:
+        raise ValueError(
+            f"--speculative-num-draft-tokens {num_draft_tokens} with {tree} is more than --attention-backend triton "
+            f"takes: use at most {MAX_TREE_ROWS}"
+        )
+    windows = [spec.window for spec in target.kv_layout.layers if spec.window is not None]
+    if windows and num_steps >= min(windows):
+        raise ValueError(
+            f"--speculative-num-steps {num_steps} with {tree} must be below the target's attention window of "
+            f"{min(windows)} tokens"
+        )

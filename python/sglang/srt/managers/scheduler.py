@@ -69,7 +69,7 @@ class Scheduler:
         self.kv_manager = worker.kv_manager
         self.facts = worker.describe()
         self.limits = make_limits(self.facts, worker.capabilities, has_tokenizer=pieces is not None)
-        num_drafts = worker.capabilities.max_tokens_per_step - 1
+        num_drafts = worker.capabilities.max_drafts
         self.metrics = SchedulerMetrics(num_drafts)
         self.waiting: list[Req] = []
         self.chunked: Req | None = None
@@ -77,7 +77,8 @@ class Scheduler:
         self._device = device
         self._seeds = random.Random(random_seed)
         self._order = WaitingOrder(config.policy, self.kv_manager, random_seed)
-        self._planner = PrefillPlanner(self.kv_manager, config, _max_running(self.facts, config), num_drafts + 1)
+        width = worker.capabilities.max_tokens_per_step
+        self._planner = PrefillPlanner(self.kv_manager, config, _max_running(self.facts, config), width)
         self._output = OutputProcessor(
             self.kv_manager, pieces, self.metrics, stream_interval=config.stream_interval, num_drafts=num_drafts
         )

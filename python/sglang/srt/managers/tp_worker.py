@@ -56,7 +56,9 @@ class TpModelWorker:
         self.kv_manager = memory.kv_manager
         self.capture_hidden = capture_hidden
         overlap = graphs is not None and graphs.overlap
-        self.capabilities = SpecCapabilities(max_tokens_per_step=1, needs_draft_kv=False, supports_overlap=overlap)
+        self.capabilities = SpecCapabilities(
+            max_tokens_per_step=1, max_drafts=0, needs_draft_kv=False, supports_overlap=overlap
+        )
         self._loop = None if graphs is None else self._decode_loop(graphs)
 
     def kv_reader(self) -> KVMemory:

@@ -111,6 +111,12 @@ class KVCache(ABC):
     ) -> torch.Tensor:
         """``set_kv_buffer`` straight from a merged projection; the queries. See ``sgl_kernel.kvcache``."""
 
+    def move_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """In every layer, what is in slots ``source`` [T] int64 before the call is in slots ``target`` [T] after it."""
+        for spec in self.layout.owners:
+            kv = self.layer(spec.layer_id)
+            self.set_kv_buffer(spec.layer_id, target, kv.key[source], kv.value[source])
+
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         return self.layer(layer_id).key
 

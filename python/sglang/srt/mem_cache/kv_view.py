@@ -59,7 +59,7 @@ class ReadOnlyKVPool:
     if not TYPE_CHECKING:  # hidden from the type checker, for which a writer must stay a plain missing attribute
 
         def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith(("set_", "store_", "norm_rope_store")):
+            if name.startswith(("set_", "store_", "norm_rope_store", "move_")):
                 raise FrozenKVWriteError(
                     f"{name} was asked of a ReadOnlyKVPool: its KV is borrowed from the target model and only the "
                     "target's own layers may write it"

@@ -5,7 +5,8 @@ Shapes: B rows of the batch, padding included; N rows per request; T = B * N; V 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -24,12 +25,17 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
     HostLens,
+    TreeRows,
 )
 from sglang.srt.model_executor.input_buffers import ROWS, InputBuffers, buffer
 from sglang.srt.model_executor.pool_configurator import KVMemory
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.spec_info import SpecInput
 
 WIDTH = "width"
+
+# logits [T, V], the requests' controls, the position of each row's input token [T] -> the token after each row [T]
+Sampler = Callable[[torch.Tensor, SamplingBatchInfo, torch.Tensor], torch.Tensor]
 
 B = TypeVar("B", bound="StepBuffers")
 
@@ -72,9 +78,21 @@ class TargetForward:
         self._memory = memory
         self._capture = CaptureHiddenMode.FULL if capture_hidden else CaptureHiddenMode.NULL
 
-    def choose(self, rows: DecodeRows, input_ids: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``input_ids`` [T] int64 -> tokens [T] int64, and hidden states [T, H] where they are known."""
-        fb = self._forward_batch(rows, input_ids, step)
+    def choose(
+        self,
+        rows: DecodeRows,
+        input_ids: torch.Tensor,
+        step: Step,
+        *,
+        tree: TreeRows | None = None,
+        sampler: Sampler = sample_tokens,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``input_ids`` [T] int64 -> tokens [T] int64, and hidden states [T, H] where they are known.
+
+        ``tree``: how a request's rows follow each other, if not in order; ``sampler``: how tokens are chosen in a step
+        that is not GREEDY.
+        """
+        fb = self._forward_batch(rows, input_ids, step, tree)
         if step.kind is StepKind.GREEDY:
             tokens, hidden = self._model.greedy_tokens(fb)
             return tokens, hidden
@@ -82,10 +100,11 @@ class TargetForward:
         if step.kind is StepKind.EDITED:
             assert step.batch is not None, "only a step that is not captured can edit logits"
             apply_logit_controls(out.next_token_logits, step.batch.reqs, input_ids.view(step.size, step.width))
-        info = rows.sampling_info() if step.batch is None else step.batch.sampling_info
-        return sample_tokens(out.next_token_logits, info, fb.positions), out.hidden_states
+        return sampler(out.next_token_logits, sampling_info(rows, step), fb.positions), out.hidden_states
 
-    def _forward_batch(self, rows: DecodeRows, input_ids: torch.Tensor, step: Step) -> ForwardBatch:
+    def _forward_batch(
+        self, rows: DecodeRows, input_ids: torch.Tensor, step: Step, tree: TreeRows | None
+    ) -> ForwardBatch:
         table, width = self._memory.req_to_token, step.width
         positions, locs, kv_lens = place_rows(table, rows.req_pool_indices, rows.committed_lens, width)
         committed = committed_lens(step.batch)
@@ -95,6 +114,9 @@ class TargetForward:
             host = HostLens(tuple(n + width for n in committed), committed)
             longest = max(host.kv_lens)
         geometry = AttnGeometry(rows.req_pool_indices, kv_lens, positions, (width,) * step.size, longest, host)
+        if tree is not None:  # slots are consecutive, positions are not
+            positions = (rows.committed_lens[:, None] + tree.depths).view(-1)
+            geometry = replace(geometry, positions=positions, tree_mask=tree.mask)
         return ForwardBatch(
             mode=ForwardMode.DECODE if width == 1 else ForwardMode.TARGET_VERIFY,
             input_ids=input_ids,
@@ -106,6 +128,11 @@ class TargetForward:
             logits_rows=None,
             tail=None,
         )
+
+
+def sampling_info(rows: DecodeRows, step: Step) -> SamplingBatchInfo:
+    """The controls of a step's requests."""
+    return rows.sampling_info() if step.batch is None else step.batch.sampling_info
 
 
 def committed_lens(batch: ScheduleBatch | None) -> tuple[int, ...] | None:
@@ -143,8 +170,17 @@ class TargetVerifyProgram:
         self._out = out
 
     def run(self, step: Step) -> None:
-        out = self._out.of_width(step.size, step.width)
-        tokens, hidden = self._forward.choose(self._rows.first(step.size), out.draft_tokens.view(-1), step)
+        rows, out = self._rows.first(step.size), self._out.of_width(step.size, step.width)
+        tree, sampler = self.tree(out), self.sampler(out)
+        tokens, hidden = self._forward.choose(rows, out.draft_tokens.view(-1), step, tree=tree, sampler=sampler)
         assert hidden is not None
         out.target_tokens.view(-1).copy_(tokens)
         out.verify_hidden.view(hidden.shape).copy_(hidden)
+
+    def tree(self, out: Any) -> TreeRows | None:
+        """How the rows in ``out`` follow each other; None for chains."""
+        return None
+
+    def sampler(self, out: Any) -> Sampler:
+        """How a token is chosen after each row in ``out``."""
+        return sample_tokens

@@ -76,6 +76,19 @@ class AttnGeometry:
         return cls(req_pool_indices, kv_lens, positions, q_lens, max(host.kv_lens), host, is_extend)
 
 
+@dataclass(frozen=True, slots=True)
+class TreeRows:
+    """The N rows of each request as nodes of a tree, where they are not one after the other.
+
+    ``parents`` [B, N] int64: the node each one follows, the root (node 0) itself; ``depths`` [B, N] int64, 0 at the
+    root; ``mask`` [B, N, N] bool: row i is set at node i and its ancestors.
+    """
+
+    parents: torch.Tensor
+    depths: torch.Tensor
+    mask: torch.Tensor
+
+
 class AttnPlan(Protocol):
     """A geometry planned by one backend for one set of KV contents (one forward, or one draft round)."""
 

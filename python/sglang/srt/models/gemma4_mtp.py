@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
+import torch.nn.functional as F
 
-from sgl_kernel.centroid_head import centroid_argmax
+from sgl_kernel.centroid_head import centroid_argmax, centroid_candidates
 from sgl_kernel.head_argmax import head_argmax
 from sgl_kernel.packed_linear import PackedWeight, has_panels, pack_weight
 from sglang.srt.configs.model_config import KVLayout, ModelConfig
@@ -63,6 +64,11 @@ def _target_layers(target: KVLayout, assistant: KVLayout) -> tuple[int, ...]:
     return tuple(target.last_owner(spec.kind).layer_id for spec in assistant.layers)
 
 
+def _log_probs(logits: torch.Tensor) -> torch.Tensor:
+    """Never above 0, also where rounding would have them there."""
+    return torch.log_softmax(logits.float(), dim=-1).clamp_(max=0.0)
+
+
 class PlainHead:
     """The assistant's own embedding table, over the whole vocabulary."""
 
@@ -72,6 +78,15 @@ class PlainHead:
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` [B, D] -> [B] int64."""
         return head_argmax(hidden, self.weight, None)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` [B, D] -> [B, V]."""
+        return F.linear(hidden, self.weight)
+
+    def topk(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``hidden`` [B, D] -> the ``k`` best tokens, best first, and their log-probabilities, [B, k] each."""
+        best, ids = _log_probs(self.logits(hidden)).topk(k, dim=-1)
+        return ids, best
 
     def weight_slots(self) -> WeightSlots:
         return {"model.embed_tokens.weight": self.weight}
@@ -95,6 +110,22 @@ class CentroidHead:
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` [B, D] -> [B] int64."""
         return centroid_argmax(hidden, self.centroids, self.clustered, self.token_ordering, self.top_k, self._packed)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` [B, D] -> [B, V], minus infinity for tokens of all but the best clusters."""
+        scores, tokens = self._candidates(hidden)
+        return scores.new_full((len(scores), len(self.weight)), float("-inf")).scatter_(1, tokens, scores)
+
+    def topk(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``PlainHead.topk``; other tokens than those of the best clusters have no probability."""
+        scores, tokens = self._candidates(hidden)
+        best, at = _log_probs(scores).topk(k, dim=-1)
+        return tokens.gather(1, at), best
+
+    def _candidates(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and ids of the tokens in each row's best clusters, [B, top_k * V / C] each."""
+        scores, clusters = centroid_candidates(hidden, self.centroids, self.clustered, self.top_k, self._packed)
+        return scores, self.token_ordering.view(len(self.clustered), -1)[clusters].flatten(1)
 
     def weight_slots(self) -> WeightSlots:
         return {
@@ -164,6 +195,14 @@ class Gemma4AssistantForCausalLM:
     def draft_argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` [B, D] from ``forward`` -> drafted token ids [B] int64."""
         return self.head.argmax(hidden)
+
+    def draft_topk(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``hidden`` as in ``draft_argmax`` -> the ``k`` best tokens and their log-probabilities, [B, k] each."""
+        return self.head.topk(hidden, k)
+
+    def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` as in ``draft_argmax`` -> [B, V], minus infinity for tokens that are not considered."""
+        return self.head.logits(hidden)
 
     def weight_plan(self, available: Collection[str]) -> WeightPlan:
         slots = self.stack.weight_slots("model.") | self.head.weight_slots()

@@ -20,7 +20,6 @@ from sglang.srt.model_executor.decode_rows import DecodeRows
 from sglang.srt.model_executor.input_buffers import ROWS, buffer
 from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPContext, FrozenKVMTPDraftInput
 from sglang.srt.speculative.frozen_kv_mtp_utils import (
-    expand_for_topk_draft,
     frozen_kv_target_view,
     simulated_accept_lens,
     target_kv_pool_view,
@@ -60,15 +59,13 @@ class FrozenKVMTPDraftProgram:
         rows: DecodeRows,
         out: FrozenKVMTPInputBuffers,
         *,
-        topk: int,
         max_kv_len: int,
     ) -> None:
-        self._model = model
+        self.model = model
         self._backend = backend
         self._context = context
         self._rows = rows
         self._out = out
-        self._topk = topk
         self._max_kv_len = max_kv_len
 
     def run(self, step: Step) -> None:
@@ -76,18 +73,24 @@ class FrozenKVMTPDraftProgram:
         if step.width == 1:  # nothing to draft
             out.draft_tokens[:, 0].copy_(rows.bonus_tokens)
             return
-        view = frozen_kv_target_view(
+        geometry = frozen_kv_target_view(
             rows.req_pool_indices, rows.committed_lens, committed_lens(step.batch), self._max_kv_len
         )
-        geometry = expand_for_topk_draft(view, self._topk)
         token, hidden = rows.bonus_tokens, out.hidden_states
         fb = target_kv_pool_view(self._context, geometry, self._backend.init_forward_metadata(geometry), token)
         chain = [token]
-        for _ in range(step.width - 1):
-            state, hidden = self._model.forward(with_tokens(fb, token), hidden)
-            token = self._model.draft_argmax(state)
+        for index in range(step.width - 1):
+            state, hidden = self.model.forward(with_tokens(fb, token), hidden)
+            token = self.pick(step, rows, out, index, state)
             chain.append(token)
         torch.stack(chain, dim=1, out=out.draft_tokens)
+
+    def pick(
+        self, step: Step, rows: DecodeRows, out: FrozenKVMTPInputBuffers, index: int, state: torch.Tensor
+    ) -> torch.Tensor:
+        """The draft of iteration ``index`` [B] int64, from the assistant's ``state`` [B, D]."""
+        tokens: torch.Tensor = self.model.draft_argmax(state)
+        return tokens
 
 
 class FrozenKVMTPAcceptProgram:

@@ -49,23 +49,27 @@ class FrozenKVMTPDraftInput(SpecInput):
 
 @dataclass(frozen=True, slots=True)
 class FrozenKVMTPVerifyInput(SpecInput):
-    """A chain of drafts as the target verifies it. Row 0 of each request is its bonus token (the root).
+    """A chain or tree of drafts as the target verifies it. Row 0 of each request is its bonus token (the root).
 
-    ``draft_tokens`` [B, N] int64; ``positions`` [B, N] int64.
+    ``draft_tokens``, ``positions`` [B, N] int64; ``parents`` [B, N] int64: the row that each row follows, the root
+    itself.
     """
 
     draft_tokens: torch.Tensor
     positions: torch.Tensor
+    parents: torch.Tensor
 
     @property
     def num_draft_tokens(self) -> int:
         return self.draft_tokens.shape[1]
 
     def filter(self, keep: torch.Tensor) -> FrozenKVMTPVerifyInput:
-        return FrozenKVMTPVerifyInput(self.draft_tokens[keep], self.positions[keep])
+        return FrozenKVMTPVerifyInput(self.draft_tokens[keep], self.positions[keep], self.parents[keep])
 
     def merge(self, other: SpecInput) -> FrozenKVMTPVerifyInput:
         assert isinstance(other, FrozenKVMTPVerifyInput), f"cannot merge a verify input with {type(other).__name__}"
         return FrozenKVMTPVerifyInput(
-            torch.cat([self.draft_tokens, other.draft_tokens]), torch.cat([self.positions, other.positions])
+            torch.cat([self.draft_tokens, other.draft_tokens]),
+            torch.cat([self.positions, other.positions]),
+            torch.cat([self.parents, other.parents]),
         )

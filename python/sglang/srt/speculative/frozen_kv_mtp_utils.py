@@ -51,21 +51,12 @@ def frozen_kv_target_view(
 
 
 def expand_for_topk_draft(geometry: AttnGeometry, topk: int) -> AttnGeometry:
-    """The geometry of ``topk`` branches per request: [B] rows become [B * topk], branches of a request adjacent."""
-    if topk == 1:
-        return geometry
-
-    def repeat(values: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(value for value in values for _ in range(topk))
-
-    host = geometry.host
-    return AttnGeometry(
-        req_pool_indices=geometry.req_pool_indices.repeat_interleave(topk),
-        kv_lens=geometry.kv_lens.repeat_interleave(topk),
+    """The geometry of ``topk`` branches per request: one row becomes ``topk`` rows at the same position, so that a
+    request's keys are read once for all of them."""
+    return replace(
+        geometry,
         positions=geometry.positions.repeat_interleave(topk),
-        q_lens_cpu=repeat(geometry.q_lens_cpu),
-        max_kv_len=geometry.max_kv_len,
-        host=None if host is None else HostLens(repeat(host.kv_lens), repeat(host.first_positions)),
+        q_lens_cpu=tuple(num * topk for num in geometry.q_lens_cpu),
     )
 
 

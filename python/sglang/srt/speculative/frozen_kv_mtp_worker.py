@@ -1,10 +1,10 @@
-"""FROZEN_KV_MTP: the assistant drafts a chain over the target's frozen KV, the target verifies it in one pass.
+"""FROZEN_KV_MTP: the assistant drafts over the target's frozen KV, the target verifies the drafts in one pass.
 
 A step is three functions: ``draft``, ``verify`` and the commit the scheduler makes of its result. Output equals the
 target's own: every emitted token is the target's choice after a prefix of emitted tokens; drafts only decide how many
 such choices one pass yields. See docs/speculative_decoding.md.
 
-Shapes: B requests, S draft steps, N = S + 1 rows per request, H hidden width of the target.
+Shapes: B requests, S draft steps, N rows per request (S + 1, but for trees), H hidden width of the target.
 """
 
 from __future__ import annotations
@@ -14,28 +14,23 @@ from collections.abc import Callable
 
 import torch
 
+from sgl_kernel.spec_tree import tree_visibility
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.managers.schedule_batch import GenerationBatchResult, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.cuda_graph_runner import EagerRunner, Runner, Step, StepKind, batch_sizes
 from sglang.srt.model_executor.decode_loop import DecodeLoop
-from sglang.srt.model_executor.decode_programs import WIDTH, TargetVerifyProgram
 from sglang.srt.model_executor.decode_rows import ResidentRows
 from sglang.srt.model_executor.draft_length import DraftLength, FixedLength
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.model_executor.input_buffers import ROWS
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.gemma4_mtp import build_frozen_kv_mtp_context
 from sglang.srt.server_args_slices import GraphConfig, SpecConfig
-from sglang.srt.speculative.adaptive_length import AdaptiveLength, draft_lengths
-from sglang.srt.speculative.frozen_kv_mtp_cuda_graph_runner import (
-    FrozenKVMTPAcceptProgram,
-    FrozenKVMTPCudaGraphRunner,
-    FrozenKVMTPDraftProgram,
-    FrozenKVMTPInputBuffers,
-    FrozenKVMTPRound,
-)
+from sglang.srt.speculative.adaptive_length import AdaptiveLength
+from sglang.srt.speculative.frozen_kv_mtp_cuda_graph_runner import FrozenKVMTPCudaGraphRunner
 from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPDraftInput, FrozenKVMTPVerifyInput
+from sglang.srt.speculative.frozen_kv_mtp_rounds import allocate_buffers, build_round, round_lengths
+from sglang.srt.speculative.frozen_kv_mtp_tree import FrozenKVMTPTreeBuffers
 from sglang.srt.speculative.spec_info import SpecCapabilities
 from sglang.srt.utils.env import SGLANG_DEBUG_KV_DIGEST, SGLANG_SIMULATE_ACC_LEN, SGLANG_SPEC_SEPARATE_GRAPHS
 
@@ -62,12 +57,17 @@ class FrozenKVMTPWorker(TpModelWorker):
         embed, _ = target.runner.model.get_embed_and_head()
         runner.model.bind_frozen_kv_context(self.context, embed)
         self.capabilities = SpecCapabilities(
-            max_tokens_per_step=spec.num_draft_tokens, needs_draft_kv=False, supports_overlap=graphs.overlap
+            max_tokens_per_step=spec.num_draft_tokens,
+            max_drafts=spec.max_depth,
+            needs_draft_kv=False,
+            supports_overlap=graphs.overlap,
         )
         self._check_digest = SGLANG_DEBUG_KV_DIGEST.get()
         self._rows = ResidentRows(self.memory.max_requests, self.memory.dummy_row, self._device)
-        self._buffers = self._make_buffers()
-        self.round = self._make_round()
+        self._buffers = allocate_buffers(spec, self, target)
+        self.round = build_round(
+            spec, self, target, self.context, self._rows.device, self._buffers, self._simulated_len()
+        )
         self._loop = self._round_loop(graphs)
 
     def capture_graphs(self) -> None:
@@ -108,15 +108,20 @@ class FrozenKVMTPWorker(TpModelWorker):
         self.round.draft.run(step)
         if before is not None and before != self.context.target_token_to_kv_pool.digest():
             raise RuntimeError("drafting changed the target's KV")
-        num = len(batch.reqs)
-        chain = self._buffers.of_width(num, step.width).draft_tokens.clone()
-        positions = self._rows.device.committed_lens[:num, None] + torch.arange(chain.shape[1], device=self._device)
-        return FrozenKVMTPVerifyInput(chain, positions)
+        out, rows = self._buffers.of_width(step.size, step.width), self._rows.device.first(step.size)
+        parents = (torch.arange(step.width, device=self._device) - 1).clamp(min=0).expand(step.size, -1)
+        if isinstance(out, FrozenKVMTPTreeBuffers):
+            parents = out.parents
+        depths = tree_visibility(parents, self.spec.max_depth)[1]
+        return FrozenKVMTPVerifyInput(out.draft_tokens.clone(), rows.committed_lens[:, None] + depths, parents.clone())
 
     def verify(self, batch: ScheduleBatch, chain: FrozenKVMTPVerifyInput) -> GenerationBatchResult:
         """The other stages: one target pass over the chain; the run each request gains, and its next seed."""
         step = self.loop.prepare(batch, exact=True, width=chain.num_draft_tokens)
-        self._buffers.of_width(step.size, step.width).draft_tokens.copy_(chain.draft_tokens)
+        out = self._buffers.of_width(step.size, step.width)
+        out.draft_tokens.copy_(chain.draft_tokens)
+        if isinstance(out, FrozenKVMTPTreeBuffers):
+            out.parents.copy_(chain.parents)
         self.round.verify.run(step)
         self.round.accept.run(step)
         return self.loop.read(batch, step.width)()
@@ -127,6 +132,8 @@ class FrozenKVMTPWorker(TpModelWorker):
             "algorithm": self.spec.algorithm,
             "num_steps": self.spec.num_steps,
             "num_draft_tokens": self.spec.num_draft_tokens,
+            "topk": self.spec.topk,
+            "sampled_drafts": self.spec.sample_drafts,
             "assistant_architecture": self.runner.config.architecture,
             "assistant_weights_bytes": self.runner.weight_bytes,
             "assistant_kv_bytes": 0,
@@ -134,32 +141,8 @@ class FrozenKVMTPWorker(TpModelWorker):
         }
         return facts
 
-    def _make_buffers(self) -> FrozenKVMTPInputBuffers:
-        width = self.spec.num_draft_tokens
-        sizes = {
-            ROWS: self.memory.max_requests,
-            WIDTH: width,
-            "result_width": width + 1,
-            "hidden": self.target.runner.config.text.hidden_size,
-        }
-        return FrozenKVMTPInputBuffers.allocate(sizes, self.target.runner.dtype, self._device)
-
-    def _make_round(self) -> FrozenKVMTPRound:
-        target, rows, buffers = self.target, self._rows.device, self._buffers
-        draft = FrozenKVMTPDraftProgram(
-            self.runner.model,
-            self.backend,
-            self.context,
-            rows,
-            buffers,
-            topk=self.spec.topk,
-            max_kv_len=self.memory.max_kv_len,
-        )
-        verify = TargetVerifyProgram(target.runner.model, target.backend, target.memory, rows, buffers)
-        return FrozenKVMTPRound(draft, verify, FrozenKVMTPAcceptProgram(rows, buffers, self._simulated_len()))
-
     def _simulated_len(self) -> float | None:
-        length, most = SGLANG_SIMULATE_ACC_LEN.get(), self.spec.num_draft_tokens
+        length, most = SGLANG_SIMULATE_ACC_LEN.get(), self.spec.max_depth + 1
         if length == 0.0:
             return None
         if not 1.0 <= length <= most:
@@ -169,9 +152,7 @@ class FrozenKVMTPWorker(TpModelWorker):
 
     def _round_loop(self, graphs: GraphConfig) -> DecodeLoop:
         sizes = batch_sizes(graphs, self.memory.max_requests)
-        lengths: tuple[int, ...] = (self.spec.num_steps,)
-        if self.spec.adaptive or not graphs.capture:
-            lengths = draft_lengths(self.spec.num_steps, coarse=graphs.capture)
+        lengths = round_lengths(self.spec, captured=graphs.capture)
         runner: Runner = EagerRunner(self.round)
         if graphs.capture:
             widths, separate = [n + 1 for n in lengths], SGLANG_SPEC_SEPARATE_GRAPHS.get()

@@ -28,10 +28,12 @@ class SpeculativeAlgorithm(Enum):
 class SpecCapabilities:
     """What the scheduler needs to know of a worker. Shared code asks these, never which algorithm it is.
 
-    ``max_tokens_per_step``: KV slots a running request needs in one decode step, and the most tokens it can gain.
+    ``max_tokens_per_step``: KV slots a running request needs in one decode step; it gains no more tokens than these.
+    ``max_drafts``: the most drafts that one step can accept.
     """
 
     max_tokens_per_step: int
+    max_drafts: int
     needs_draft_kv: bool
     supports_overlap: bool
 

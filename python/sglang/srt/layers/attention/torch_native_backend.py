@@ -40,6 +40,7 @@ class _Group:
     q_len: int
     kv_lens: tuple[int, ...]
     first_positions: tuple[int, ...]
+    tree_mask: torch.Tensor | None = None
 
 
 class TorchNativeAttnBackend:
@@ -59,8 +60,19 @@ def _groups(g: AttnGeometry) -> list[_Group]:
     lens = sorted(set(g.q_lens_cpu))
     if len(lens) == 1:
         return [
-            _Group(None, g.req_pool_indices, g.kv_lens, g.positions, num, lens[0], host.kv_lens, host.first_positions)
+            _Group(
+                None,
+                g.req_pool_indices,
+                g.kv_lens,
+                g.positions,
+                num,
+                lens[0],
+                host.kv_lens,
+                host.first_positions,
+                g.tree_mask,
+            )
         ]
+    assert g.tree_mask is None, f"a tree has the same number of rows for every request, got {g.q_lens_cpu}"
     starts = torch.tensor([0, *g.q_lens_cpu]).cumsum(0).tolist()
     groups = []
     for q_len in lens:
@@ -135,6 +147,7 @@ class TorchNativePlan:
             group.positions,
             max(group.kv_lens),
             kv.window,
+            group.tree_mask,
         )
 
     def _gather(self, index: int, kv: LayerKV, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,8 +201,21 @@ def _make_span(group: _Group, req_to_token: torch.Tensor, window: int | None, ra
         visible &= keys > q_pos - window
     if kv_lens is not None:
         visible &= keys < kv_lens[:, None, None]
+    if group.tree_mask is not None:
+        visible = _with_tree(visible, key_pos, group.kv_lens_device, group.tree_mask)
     mask = torch.zeros(visible.shape, device=device).masked_fill_(~visible, float("-inf"))
     return _Span(slots, mask.repeat_interleave(ratio, dim=1)[:, None])
+
+
+def _with_tree(
+    visible: torch.Tensor, key_pos: torch.Tensor, kv_lens: torch.Tensor, tree_mask: torch.Tensor
+) -> torch.Tensor:
+    """``visible`` [B, N, L], with the last N of ``kv_lens`` keys [B] as ``tree_mask`` [B, N, N] has them."""
+    num = tree_mask.shape[1]
+    node = key_pos - (kv_lens[:, None] - num)
+    is_node = (node >= 0) & (node < num)
+    seen = tree_mask.bool().gather(2, node.clamp(0, num - 1)[:, None, :].expand(*visible.shape))
+    return torch.where(is_node[:, None, :], seen, visible)
 
 
 def _attention(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
