@@ -205,7 +205,11 @@ BAD = [
     ({"text": "a", "sampling_params": {"max_new_tokens": 10**9}}, r"max_new_tokens is 1000000000.* at most 63"),
     ({"text": "a", "sampling_params": {"stop_token_ids": [5000]}}, r"stop_token_ids has the token id 5000"),
     ({"text": "a", "sampling_params": {"logit_bias": {"5000": 1}}}, r"logit_bias has the token id 5000"),
-    ({"text": "a", "return_logprob": True}, r"return_logprob is not supported yet"),
+    ({"text": "a", "return_logprob": 1}, r"return_logprob must be true or false, got 1"),
+    ({"text": "a", "logprob_start_len": -2}, r"logprob_start_len must be an integer from -1"),
+    ({"text": ["a", "b"], "top_logprobs_num": [1]}, r"top_logprobs_num has 1 entries for 2 prompts"),
+    ({"text": "a", "token_ids_logprob": ["x"]}, r"token_ids_logprob must be a list of token ids"),
+    ({"text": "a", "sampling_params": {"stop_regex": "a$"}}, r"stop_regex 'a\$' has \$, which is not supported"),
     ({"text": "a", "image_data": "x"}, r"image_data is not supported yet"),
     ({"text": "a", "txet": "b"}, r"txet is not a known field"),
 ]

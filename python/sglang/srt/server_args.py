@@ -18,11 +18,19 @@ from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_config_parser import ASSISTANT_ARCHITECTURES, DTYPES
-from sglang.srt.configs.registries import ATTENTION_BACKENDS
+from sglang.srt.configs.registries import ATTENTION_BACKENDS, GRAMMAR_BACKENDS
 from sglang.srt.server_args_cli import closest, parse_command_line
 from sglang.srt.server_args_fields import ArgSpec, arg, specs_of
+from sglang.srt.server_args_grammar import make_grammar_config, resolve_grammar_backend
 from sglang.srt.server_args_ports import PortArgs
-from sglang.srt.server_args_slices import GraphConfig, LoadConfig, MemoryConfig, ScheduleConfig, SpecConfig
+from sglang.srt.server_args_slices import (
+    GrammarConfig,
+    GraphConfig,
+    LoadConfig,
+    MemoryConfig,
+    ScheduleConfig,
+    SpecConfig,
+)
 from sglang.srt.server_args_speculative import check_tree, complete_shape, default_num_steps
 from sglang.srt.server_args_unsupported import UNSUPPORTED_FLAGS
 from sglang.srt.utils.device import make_device
@@ -269,6 +277,7 @@ class ServerArgs:
     )
     stream_interval: int = arg(1, "Tokens between two pieces of a stream.", "integer", _RUNTIME, low=1, high=_INT32_MAX)
     log_level: str = arg("info", "Least severe records to log.", "text", _LOG, choices=LOG_LEVELS)
+    enable_metrics: bool = arg(False, "Let the HTTP server answer /metrics, for Prometheus.", "flag", _LOG)
     log_requests: bool = arg(False, "Log every request when it arrives and when it ends.", "flag", _LOG)
     decode_log_interval: int = arg(
         40, "Decode steps between two lines of statistics.", "integer", _LOG, low=1, high=_INT32_MAX
@@ -279,6 +288,14 @@ class ServerArgs:
         "text",
         _API,
         default_note="no key",
+        secret=True,
+    )
+    admin_api_key: str | None = arg(
+        None,
+        "Key that routes which act on the whole server ask for instead of --api-key; it opens every other route too.",
+        "text",
+        _API,
+        default_note="--api-key opens every route",
         secret=True,
     )
     served_model_name: str | None = arg(
@@ -303,6 +320,33 @@ class ServerArgs:
         _API,
         choices=("model", "openai"),
     )
+    grammar_backend: str | None = arg(
+        None,
+        "What holds answers to a JSON schema, a regular expression, EBNF or a structural tag; none refuses requests "
+        "that ask for it.",
+        "text",
+        _API,
+        choices=(*GRAMMAR_BACKENDS, "none"),
+        default_note="xgrammar where it is installed, none elsewhere",
+    )
+    constrained_json_whitespace_pattern: str | None = arg(
+        None,
+        "White space that constrained JSON may have between its parts: a regular expression of white-space characters "
+        "with *, ? or {0,N} behind, like '[ \\n\\t]*'.",
+        "text",
+        _API,
+        default_note="none but what json.dumps writes on one line",
+    )
+    constrained_json_disable_any_whitespace: bool = arg(
+        False, "Constrained JSON is one line as json.dumps writes it, which is the default.", "flag", _API
+    )
+    enable_custom_logit_processor: bool = arg(
+        False,
+        "Run logit processors that requests bring. Their code runs in the server: only for clients that are trusted.",
+        "flag",
+        _API,
+    )
+    enable_return_hidden_states: bool = arg(False, "Let requests ask for hidden states.", "flag", _API)
     speculative_algorithm: str | None = arg(
         None,
         "Draft tokens with an assistant. NEXTN and EAGLE mean FROZEN_KV_MTP when the draft is a Gemma 4 assistant.",
@@ -391,6 +435,7 @@ class ServerArgs:
             # the only write, before anyone else sees the object
             object.__setattr__(self, name, value)
         _parse_overrides(self.json_model_override_args)
+        self.grammar_config()
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
             if getattr(self, name) != 1.0:
                 raise ValueError(
@@ -475,6 +520,8 @@ class ServerArgs:
             conservativeness=self.schedule_conservativeness,
             stream_interval=self.stream_interval,
             decode_log_interval=self.decode_log_interval,
+            enable_custom_logit_processor=self.enable_custom_logit_processor,
+            enable_return_hidden_states=self.enable_return_hidden_states,
         )
 
     def graph_config(self) -> GraphConfig:
@@ -485,6 +532,13 @@ class ServerArgs:
             max_size=self.cuda_graph_max_bs,
             pad=not self.disable_cuda_graph_padding,
             overlap=not self.disable_overlap_schedule,
+        )
+
+    def grammar_config(self) -> GrammarConfig:
+        return make_grammar_config(
+            self.grammar_backend,
+            self.constrained_json_whitespace_pattern,
+            disable_any=self.constrained_json_disable_any_whitespace,
         )
 
     def spec_config(self) -> SpecConfig | None:
@@ -560,6 +614,7 @@ def resolve_server_args(args: ServerArgs) -> ServerArgs:
         device=device,
         dtype=_resolve_dtype(args.dtype, device, config),
         random_seed=secrets.randbelow(1 << 30) if args.random_seed is None else args.random_seed,
+        grammar_backend=resolve_grammar_backend(args.grammar_backend),
         attention_backend=args.attention_backend or ("triton" if device == "cuda" else "torch_native"),
         **_resolve_sizes(args, device, config),
     )

@@ -46,6 +46,21 @@ class ScheduleConfig:
     conservativeness: float
     stream_interval: int
     decode_log_interval: int
+    enable_custom_logit_processor: bool = False
+    enable_return_hidden_states: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarConfig:
+    """What constrains answers. ``backend`` None: nothing does.
+
+    ``any_whitespace``: JSON may have white space between its parts, at most ``max_whitespace`` characters (None: any
+    number) in one place; otherwise it is one line as ``json.dumps`` writes it.
+    """
+
+    backend: str | None
+    any_whitespace: bool
+    max_whitespace: int | None
 
 
 @dataclass(frozen=True, slots=True)

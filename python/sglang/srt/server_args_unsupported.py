@@ -73,13 +73,17 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "max-loras-per-batch lora-eviction-policy lora-backend max-lora-chunk-size",
     ),
     (
-        "metrics and tracing endpoints are not available yet",
-        "enable-metrics enable-metrics-for-all-schedulers enable-mfu-metrics "
+        "there is one set of metrics with fixed labels and buckets; --enable-metrics shows it",
+        "enable-metrics-for-all-schedulers enable-mfu-metrics "
         "tokenizer-metrics-custom-labels-header tokenizer-metrics-allowed-custom-labels "
         "bucket-time-to-first-token bucket-inter-token-latency bucket-e2e-request-latency "
-        "collect-tokens-histogram prompt-tokens-buckets generation-tokens-buckets gc-warning-threshold-secs "
-        "enable-request-time-stats-logging kv-events-config enable-trace otlp-traces-endpoint "
-        "export-metrics-to-file export-metrics-to-file-dir show-time-cost",
+        "collect-tokens-histogram prompt-tokens-buckets generation-tokens-buckets "
+        "export-metrics-to-file export-metrics-to-file-dir",
+    ),
+    (
+        "tracing is not available; /metrics has the distribution of step times",
+        "gc-warning-threshold-secs enable-request-time-stats-logging kv-events-config enable-trace "
+        "otlp-traces-endpoint show-time-cost",
     ),
     (
         "log records have one form and one target",
@@ -87,8 +91,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "uvicorn-access-log-exclude-prefixes crash-dump-folder",
     ),
     (
-        "constrained decoding is not available yet",
-        "grammar-backend=none constrained-json-whitespace-pattern constrained-json-disable-any-whitespace "
+        "grammars are compiled by xgrammar, and never to disk",
         "disable-outlines-disk-cache=",
     ),
     ("parsing of tool calls is not available yet", "tool-call-parser tool-server"),
@@ -104,8 +107,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "this engine generates text and has no embedding or scoring mode",
         "is-embedding multi-item-scoring-delimiter enable-return-routed-experts dllm-algorithm dllm-algorithm-config",
     ),
-    ("hidden states are not returned to clients", "enable-return-hidden-states"),
-    ("logit processors sent by clients are not run", "enable-custom-logit-processor"),
     (
         "prefill and decode run in one server",
         "disaggregation-mode=null disaggregation-transfer-backend disaggregation-bootstrap-port "
@@ -237,7 +238,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("an idle server already sleeps and polls nothing", "sleep-on-idle= scheduler-recv-interval=1"),
     ("start-up warms up with one request, or none with --skip-server-warmup", "warmups"),
     ("settings are given as flags", "config"),
-    ("one key guards every route; give it as --api-key", "admin-api-key"),
     ("a step that hangs is not watched for", "watchdog-timeout soft-watchdog-timeout"),
     ("kernels are chosen by the device", "enable-fused-qk-norm-rope enable-precise-embedding-interpolation"),
 )

@@ -20,6 +20,7 @@ def prompt(length: int, start: int = 1) -> list[int]:
 
 class Words:
     special_ids = frozenset()
+    thought_tokens = None
 
     def piece(self, token_id: int) -> bytes:
         return f"<{token_id}>".encode()

@@ -59,10 +59,32 @@ class Engine:
         input_ids: list[int] | list[list[int]] | None = None,
         stream: bool = False,
         rid: str | list[str] | None = None,
+        return_logprob: bool | list[bool] = False,
+        logprob_start_len: int | list[int] | None = None,
+        top_logprobs_num: int | list[int] | None = None,
+        token_ids_logprob: list[int] | list[list[int]] | None = None,
+        return_text_in_logprobs: bool = False,
+        return_hidden_states: bool | list[bool] = False,
+        custom_logit_processor: str | list[str] | None = None,
     ) -> Any:
         """Reply of ``/generate``: an object for one sequence, a list for several; with ``stream`` an iterator over
         objects that each hold the text so far. Closing the iterator aborts the request."""
-        req = _request(prompt, sampling_params, input_ids, stream, rid)
+        req = parse_generate_request(
+            {
+                "text": prompt,
+                "input_ids": input_ids,
+                "sampling_params": sampling_params,
+                "stream": stream,
+                "rid": rid,
+                "return_logprob": return_logprob,
+                "logprob_start_len": logprob_start_len,
+                "top_logprobs_num": top_logprobs_num,
+                "token_ids_logprob": token_ids_logprob,
+                "return_text_in_logprobs": return_text_in_logprobs,
+                "return_hidden_states": return_hidden_states,
+                "custom_logit_processor": custom_logit_processor,
+            }
+        )
         if stream:
             return self._iterate(req)
         return generate_reply(req, self._wait(self._manager.generate_whole(req)))
@@ -74,9 +96,31 @@ class Engine:
         input_ids: list[int] | list[list[int]] | None = None,
         stream: bool = False,
         rid: str | list[str] | None = None,
+        return_logprob: bool | list[bool] = False,
+        logprob_start_len: int | list[int] | None = None,
+        top_logprobs_num: int | list[int] | None = None,
+        token_ids_logprob: list[int] | list[list[int]] | None = None,
+        return_text_in_logprobs: bool = False,
+        return_hidden_states: bool | list[bool] = False,
+        custom_logit_processor: str | list[str] | None = None,
     ) -> Any:
         """Like ``generate``, without blocking the caller's event loop; with ``stream`` an async iterator."""
-        req = _request(prompt, sampling_params, input_ids, stream, rid)
+        req = parse_generate_request(
+            {
+                "text": prompt,
+                "input_ids": input_ids,
+                "sampling_params": sampling_params,
+                "stream": stream,
+                "rid": rid,
+                "return_logprob": return_logprob,
+                "logprob_start_len": logprob_start_len,
+                "top_logprobs_num": top_logprobs_num,
+                "token_ids_logprob": token_ids_logprob,
+                "return_text_in_logprobs": return_text_in_logprobs,
+                "return_hidden_states": return_hidden_states,
+                "custom_logit_processor": custom_logit_processor,
+            }
+        )
         if stream:
             return self._iterate_async(req)
         outputs = await asyncio.wrap_future(self._hand_over(self._manager.generate_whole(req)))
@@ -170,11 +214,6 @@ class Engine:
         finally:
             if not self._loop.is_closed():
                 await asyncio.wrap_future(self._hand_over(_close(events)))
-
-
-def _request(prompt: Any, sampling_params: Any, input_ids: Any, stream: bool, rid: Any) -> GenerateReqInput:
-    fields = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, "stream": stream, "rid": rid}
-    return parse_generate_request(fields)
 
 
 async def _next(events: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any] | None:

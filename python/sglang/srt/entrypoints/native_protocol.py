@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from sglang.srt.managers.generate_output import GenerateOutput
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.sampling.logprobs import LogprobOptions, OutputOptions
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-_FIELDS = ("text", "input_ids", "sampling_params", "stream", "rid")
+T = TypeVar("T")
+_MAX_COUNT = (1 << 31) - 1
+
+_FIELDS = (
+    "text",
+    "input_ids",
+    "sampling_params",
+    "stream",
+    "rid",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "token_ids_logprob",
+    "return_text_in_logprobs",
+    "return_hidden_states",
+    "custom_logit_processor",
+)
 # fields that select what is not supported yet, and values of them that select nothing
 _LATER: Mapping[str, tuple[Any, ...]] = {
     "audio_data": (),
-    "custom_logit_processor": (),
     "image_data": (),
     "input_embeds": (),
-    "logprob_start_len": (-1,),
     "lora_path": (),
     "modalities": (),
     "priority": (),
-    "return_hidden_states": (),
-    "return_logprob": (),
-    "return_text_in_logprobs": (True,),
     "session_params": (),
-    "token_ids_logprob": (),
-    "top_logprobs_num": (0,),
     "video_data": (),
 }
 
@@ -72,7 +83,68 @@ def parse_generate_request(body: Mapping[str, Any]) -> GenerateReqInput:
             "max_new_tokens" in item for item in (given if isinstance(given, list) else [given or {}])
         ),
         param="input_ids" if text is None else "text",
+        output_options=parse_output_options(body, len(prompts)),
     )
+
+
+def parse_output_options(body: Mapping[str, Any], num_prompts: int) -> tuple[OutputOptions, ...]:
+    """What each prompt's reply shall hold beside text. A field has one value for all prompts, or a list of values."""
+    with_text = _flag("return_text_in_logprobs", body.get("return_text_in_logprobs"))
+    wanted = _each("return_logprob", body, num_prompts, _flag)
+    starts = _each("logprob_start_len", body, num_prompts, partial(_count, default=-1))
+    tops = _each("top_logprobs_num", body, num_prompts, partial(_count, default=0))
+    hidden = _each("return_hidden_states", body, num_prompts, _flag)
+    processors = _each("custom_logit_processor", body, num_prompts, _text)
+    asked = body.get("token_ids_logprob")
+    is_one_list = not isinstance(asked, list) or not any(isinstance(item, (list, type(None))) for item in asked)
+    asked = [asked] * num_prompts if is_one_list else asked
+    ids = _each("token_ids_logprob", {"token_ids_logprob": asked}, num_prompts, _token_ids)
+    return tuple(
+        OutputOptions(
+            logprobs=LogprobOptions(starts[i], tops[i], ids[i]) if wanted[i] else None,
+            text_in_logprobs=with_text,
+            hidden_states=hidden[i],
+            custom_logit_processor=processors[i],
+        )
+        for i in range(num_prompts)
+    )
+
+
+def _each(name: str, body: Mapping[str, Any], num_prompts: int, parse: Callable[[str, Any], T]) -> list[T]:
+    value = body.get(name)
+    if not isinstance(value, list):
+        return [parse(name, value)] * num_prompts
+    if len(value) != num_prompts:
+        raise ValueError(f"{name} has {len(value)} entries for {num_prompts} prompts: give one for each or for all")
+    return [parse(name, item) for item in value]
+
+
+def _flag(name: str, value: Any) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r:.200}")
+    return bool(value)
+
+
+def _count(name: str, value: Any, default: int) -> int:
+    if value is None:
+        return default
+    if type(value) is not int or not default <= value <= _MAX_COUNT:
+        raise ValueError(f"{name} must be an integer from {default} to {_MAX_COUNT}, got {value!r:.200}")
+    return value
+
+
+def _text(name: str, value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ValueError(f"{name} must be a string that is not empty, got {value!r:.200}")
+    return value
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)) or not all(type(token) is int for token in value):
+        raise ValueError(f"{name} must be a list of token ids, got {value!r:.200}")
+    return tuple(value)
 
 
 def parse_texts(param: str, value: Any) -> tuple[list[str], bool]:
@@ -119,8 +191,12 @@ def _parse_rids(value: Any, num_prompts: int) -> tuple[str, ...] | None:
 
 def generate_reply(req: GenerateReqInput, outputs: Sequence[GenerateOutput]) -> Any:
     """Reply without streaming: an object for one sequence, a list for several."""
-    replies = [{"text": out.text, "output_ids": list(out.output_ids), "meta_info": out.meta_info()} for out in outputs]
+    replies = [_reply(out) for out in outputs]
     return replies[0] if is_one_sequence(req) else replies
+
+
+def _reply(out: GenerateOutput) -> dict[str, Any]:
+    return {"text": out.text, "output_ids": list(out.output_ids), "meta_info": out.meta_info()}
 
 
 def is_one_sequence(req: GenerateReqInput) -> bool:
@@ -131,11 +207,11 @@ def is_one_sequence(req: GenerateReqInput) -> bool:
 async def generate_events(manager: TokenizerManager, req: GenerateReqInput) -> AsyncGenerator[dict[str, Any], None]:
     """Run a request; yields replies that each hold the whole text and all ids of their sequence so far."""
     one_sequence = is_one_sequence(req)
-    texts: dict[int, str] = {}
-    ids: dict[int, list[int]] = {}
+    so_far: dict[int, GenerateOutput] = {}
     async with contextlib.aclosing(manager.generate_request(req)) as outputs:
         async for out in outputs:
-            texts[out.index] = texts.get(out.index, "") + out.text
-            ids.setdefault(out.index, []).extend(out.output_ids)
-            reply = {"text": texts[out.index], "output_ids": list(ids[out.index]), "meta_info": out.meta_info()}
+            if out.index in so_far:
+                out = out.after(so_far[out.index])
+            so_far[out.index] = out
+            reply = _reply(out)
             yield reply if one_sequence else reply | {"index": out.index}

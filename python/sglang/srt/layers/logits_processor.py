@@ -28,8 +28,11 @@ class LogitsProcessor:
     ) -> LogitsProcessorOutput:
         """``hidden`` [T, H] after the final norm; ``head`` maps [R, H] to [R, V]. Logits are in the model's dtype."""
         rows = hidden if fb.logits_rows is None else hidden[fb.logits_rows]
-        logits = head(rows)
-        if self.softcap is not None:
-            logits = softcap_(logits, self.softcap)
+        logits = self.logits(rows, head)
         kept = {CaptureHiddenMode.NULL: None, CaptureHiddenMode.LAST: rows, CaptureHiddenMode.FULL: hidden}
         return LogitsProcessorOutput(logits, kept[fb.capture_hidden_mode])
+
+    def logits(self, rows: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """``rows`` [R, H] after the final norm -> [R, V]."""
+        logits = head(rows)
+        return logits if self.softcap is None else softcap_(logits, self.softcap)

@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.stop_regex import RegexStops
+from sglang.srt.sampling.thought_budget import ThoughtTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+# a thought: <|channel>thought\n ... <channel|>
+_THOUGHT_OPEN, _THOUGHT_HEADER, _THOUGHT_CLOSE = "<|channel>", "thought\n", "<channel|>"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -26,6 +30,7 @@ class TokenPieces:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
+        self._added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
         self.special_ids = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
         decoder = tokenizer.backend_tokenizer.decoder
         kinds = _decoder_kinds(json.loads(decoder.__getstate__())) if decoder is not None else frozenset()
@@ -35,6 +40,15 @@ class TokenPieces:
         self._anchor_id = tokenizer.encode("a", add_special_tokens=False)[-1]
         self._anchor_text = self._decode([self._anchor_id])
         self._pieces: dict[int, bytes] = {}
+
+    @property
+    def thought_tokens(self) -> ThoughtTokens | None:
+        """The marks around thoughts, None when the vocabulary has none."""
+        ids: list[int | None] = [self._added.get(mark) for mark in (_THOUGHT_OPEN, _THOUGHT_CLOSE)]
+        if ids[0] is None or ids[1] is None:
+            return None
+        header = self._tokenizer.encode(_THOUGHT_HEADER, add_special_tokens=False)
+        return ThoughtTokens(ids[0], ids[1], len(header))
 
     def piece(self, token_id: int) -> bytes:
         """UTF-8 bytes of one token; part of a character for byte tokens, empty for an id without a token."""
@@ -62,7 +76,8 @@ class TokenPieces:
 class IncrementalDetokenizer:
     """Text of one request as it grows. ``feed`` returns what may be shown now; the results join to the final text.
 
-    Text that could be the beginning of a stop string is kept back until it is certain that it is not.
+    Text that could be the beginning of a stop string, or of a match of a stop regex, is kept back until it is certain
+    that it is not.
     """
 
     def __init__(self, pieces: TokenPieces, params: SamplingParams) -> None:
@@ -70,7 +85,9 @@ class IncrementalDetokenizer:
         self._hidden_ids = pieces.special_ids if params.skip_special_tokens else frozenset()
         self._trim = not params.no_stop_trim
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._stop_strings = params.stop
         self._stops = tuple(_StopPrefix(stop) for stop in params.stop) if self._trim else ()
+        self._regexes = RegexStops(params.stop_regex) if self._trim and params.stop_regex else None
         self._held = ""
 
     def feed(self, token_ids: tuple[int, ...], finish: FinishReason | None = None) -> str:
@@ -89,19 +106,26 @@ class IncrementalDetokenizer:
         return self._utf8.decode(b"".join(piece(i) for i in token_ids if i not in hidden), final)
 
     def _release(self, text: str) -> str:
-        if not self._stops:
-            return text
+        held_len = max((stop.advance(text) for stop in self._stops), default=0)
+        if self._regexes is not None:
+            self._regexes.feed(text)
+            held_len = max(held_len, self._regexes.open_len)
         text = self._held + text
-        fresh = text[len(self._held) :]
-        held_len = max(stop.advance(fresh) for stop in self._stops)
         shown_len = len(text) - held_len
         self._held = text[shown_len:]
         return text[:shown_len]
 
     def _cut(self, token_ids: tuple[int, ...], stop: str) -> str:
-        """Text before the stop string that the last token completed (an earlier one did not end the request)."""
-        before = self._held + self._decode(token_ids[:-1], final=False)
-        text = before + self._decode(token_ids[-1:], final=True)
+        """Text before the stop string, or the match of the stop regex, that the last token completed (an earlier one
+        did not end the request)."""
+        fresh = self._decode(token_ids[:-1], final=False)
+        before, piece = self._held + fresh, self._decode(token_ids[-1:], final=True)
+        text = before + piece
+        if stop not in self._stop_strings:
+            assert self._regexes is not None, f"{stop!r} is no stop string of this request"
+            self._regexes.feed(fresh)
+            match = self._regexes.feed(piece)
+            return text if match is None else text[: len(before) + match.end - match.length]
         at = text.find(stop, max(0, len(before) - len(stop) + 1))
         return text if at < 0 else text[:at]
 

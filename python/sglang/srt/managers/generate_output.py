@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from sglang.srt.managers.io_struct import FinishReason, SpecStats
+from sglang.srt.sampling.logprobs import HiddenRows, TokenLogprob, TokenLogprobs
 
 
 class RequestFailedError(RuntimeError):
@@ -16,6 +17,39 @@ class RequestFailedError(RuntimeError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of a prompt and of what is new of an answer. ``has_top`` and ``has_asked``: whether the most
+    likely tokens, or chosen ones, were asked for; ``text_of``: gives a token's text, where entries should have it."""
+
+    prompt: tuple[TokenLogprobs, ...]
+    output: tuple[TokenLogprobs, ...]
+    has_top: bool
+    has_asked: bool
+    text_of: Callable[[int], str] | None
+
+    def joined(self, parts: Sequence[Logprobs]) -> Logprobs:
+        prompt = tuple(entry for part in parts for entry in part.prompt)
+        return replace(self, prompt=prompt, output=tuple(entry for part in parts for entry in part.output))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of ``meta_info``: every entry is [log-probability, token id, text or None]."""
+        info: dict[str, Any] = {}
+        for side, entries in (("input", self.prompt), ("output", self.output)):
+            info[f"{side}_token_logprobs"] = [self._entry(e.logprob, e.token_id) for e in entries]
+            if self.has_top:
+                info[f"{side}_top_logprobs"] = [self._entries(e, e.top) for e in entries]
+            if self.has_asked:
+                info[f"{side}_token_ids_logprobs"] = [self._entries(e, e.asked) for e in entries]
+        return info
+
+    def _entries(self, at: TokenLogprobs, pairs: Sequence[TokenLogprob]) -> list[list[Any]] | None:
+        return None if at.logprob is None else [self._entry(*pair) for pair in pairs]
+
+    def _entry(self, logprob: float | None, token_id: int) -> list[Any]:
+        return [logprob, token_id, None if self.text_of is None else self.text_of(token_id)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +71,12 @@ class GenerateOutput:
     e2e_latency_s: float
     ttft_s: float
     queue_time_s: float
+    logprobs: Logprobs | None = None
+    hidden_states: tuple[HiddenRows, ...] | None = None
 
     def after(self, earlier: GenerateOutput) -> GenerateOutput:
         """Both outputs of a sequence as one."""
-        return replace(self, text=earlier.text + self.text, output_ids=earlier.output_ids + self.output_ids)
+        return join_outputs((earlier, self))
 
     def raise_if_failed(self) -> None:
         """``ValueError`` when the scheduler found the request at fault, ``RequestFailedError`` when it failed it.
@@ -57,7 +93,7 @@ class GenerateOutput:
 
     def meta_info(self) -> dict[str, Any]:
         """The ``meta_info`` object of the native API; ``spec_*`` only when speculation ran."""
-        info = {
+        info: dict[str, Any] = {
             "id": self.rid,
             "finish_reason": None if self.finish_reason is None else self.finish_reason.to_dict(),
             "prompt_tokens": self.prompt_tokens,
@@ -67,13 +103,27 @@ class GenerateOutput:
             "ttft": self.ttft_s,
             "queue_time": self.queue_time_s,
         }
+        if self.logprobs is not None:
+            info |= self.logprobs.to_dict()
+        if self.hidden_states is not None:
+            # a token's state is a vector; the first one brings those of the whole prompt, which is always a matrix
+            info["hidden_states"] = [
+                [list(row) for row in rows] if i == 0 else list(rows[0]) for i, rows in enumerate(self.hidden_states)
+            ]
         return info if self.spec is None else info | _spec_info(self.spec)
 
 
 def join_outputs(parts: Sequence[GenerateOutput]) -> GenerateOutput:
     """All outputs of a sequence, in order, as one."""
+    last = parts[-1]
     ids = tuple(token_id for part in parts for token_id in part.output_ids)
-    return replace(parts[-1], text="".join(part.text for part in parts), output_ids=ids)
+    logprobs = hidden = None
+    if last.logprobs is not None:
+        logprobs = last.logprobs.joined([part.logprobs for part in parts if part.logprobs is not None])
+    if last.hidden_states is not None:
+        hidden = tuple(rows for part in parts for rows in part.hidden_states or ())
+    text = "".join(part.text for part in parts)
+    return replace(last, text=text, output_ids=ids, logprobs=logprobs, hidden_states=hidden)
 
 
 def _spec_info(spec: SpecStats) -> dict[str, Any]:

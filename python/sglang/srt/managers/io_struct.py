@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sglang.srt.sampling.logprobs import HiddenRows, LogprobOptions, OutputOptions, TokenLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 # kinds of FinishReason, as they appear in meta_info["finish_reason"]["type"]
@@ -39,6 +40,7 @@ class FinishReason:
 class GenerateReqInput:
     """One user request before tokenizing: a prompt (text or token ids) with its sampling controls per sequence wanted.
 
+    ``output_options``: what is wanted beside text, one for each prompt, or None for nothing.
     ``rids`` has one id per prompt, or is None to have them made. ``is_single`` remembers that the user sent one prompt
     and not a list. ``clamp_length`` allows to lower ``max_new_tokens``, which the user did not choose, to what the
     context leaves. ``param`` names the field that held the prompts, for error messages.
@@ -51,6 +53,7 @@ class GenerateReqInput:
     is_single: bool = True
     clamp_length: bool = False
     param: str = "text"
+    output_options: tuple[OutputOptions, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,9 @@ class TokenizedGenerateReqInput:
     input_ids: tuple[int, ...]
     sampling_params: SamplingParams
     stream: bool
+    logprobs: LogprobOptions | None = None
+    return_hidden_states: bool = False
+    custom_logit_processor: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,9 @@ class TokenOut:
 
     ``token_ids`` holds only tokens the user gets: a run is already cut at its earliest end event. A matched stop token
     is included as the last id (its text is not shown); ``finish_reason.matched`` as a string says where text is cut.
+    ``logprobs`` and ``hidden_states`` have an entry for each of ``token_ids``, where they were asked for: of hidden
+    states those rows that were computed for this token, the first time the whole prompt's. ``prompt_logprobs`` come
+    with the first reply.
     """
 
     rid: str
@@ -113,6 +122,9 @@ class TokenOut:
     cached_tokens: int
     spec: SpecStats | None
     queue_time_s: float
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    hidden_states: tuple[HiddenRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

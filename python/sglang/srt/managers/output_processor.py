@@ -11,6 +11,7 @@ from sglang.srt.managers.schedule_batch import GenerationBatchResult, Req, Sched
 from sglang.srt.managers.stop_checker import check_stop
 from sglang.srt.mem_cache.kv_manager import KVCacheManager
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling.logprobs import ReqOutputs
 
 
 class OutputProcessor:
@@ -37,9 +38,9 @@ class OutputProcessor:
         runs = [row[:accept_len] for row, accept_len in zip(tokens, result.accept_lens.tolist(), strict=True)]
         reqs = [req for req in batch.reqs if req.kv is not None]
         if batch.mode is ForwardMode.EXTEND:
-            self._apply_extend(batch, runs)
+            self._apply_extend(batch, runs, result.outputs)
         else:
-            self._apply_decode(batch, runs, result.num_drafts)
+            self._apply_decode(batch, runs, result.num_drafts, result.outputs)
         return [out for req in reqs if (out := self._due_output(req)) is not None]
 
     def abort(self, req: Req, message: str, status: int | None) -> TokenOut:
@@ -55,30 +56,44 @@ class OutputProcessor:
         spec = SpecStats(0, 0, 0, (0,) * self._num_drafts) if self._num_drafts else None
         return TokenOut(message.rid, (), finish, len(message.input_ids), 0, 0, spec, queue_time_s=0.0)
 
-    def _apply_extend(self, batch: ScheduleBatch, runs: Sequence[Sequence[int]]) -> None:
+    def _apply_extend(
+        self, batch: ScheduleBatch, runs: Sequence[Sequence[int]], outputs: Sequence[ReqOutputs | None]
+    ) -> None:
         self._metrics.totals.prefill_steps += 1
-        for req, extend_len, run in zip(batch.reqs, batch.extend_lens, runs, strict=True):
+        asked = outputs or [None] * len(runs)
+        for req, extend_len, run, output in zip(batch.reqs, batch.extend_lens, runs, asked, strict=True):
             assert req.kv is not None
             self._kv_manager.commit(req.kv, req.kv.committed_len + extend_len)
             self._kv_manager.cache_unfinished(req.kv, req.token_ids)
             if req.kv.committed_len == len(req.token_ids):
-                self._append(req, run)
+                self._append(req, run, output)
+            elif req.asked is not None and output is not None:
+                req.asked.add(output, req.kv.committed_len, num_tokens=0)
 
-    def _apply_decode(self, batch: ScheduleBatch, runs: Sequence[Sequence[int]], num_drafts: int) -> None:
+    def _apply_decode(
+        self,
+        batch: ScheduleBatch,
+        runs: Sequence[Sequence[int]],
+        num_drafts: int,
+        outputs: Sequence[ReqOutputs | None],
+    ) -> None:
         gained, num_rows = 0, sum(req.kv is not None for req in batch.reqs)
-        for req, run in zip(batch.reqs, runs, strict=True):
+        for req, run, output in zip(batch.reqs, runs, outputs or [None] * len(runs), strict=True):
             if req.kv is None:  # it ended, or lost its memory, when this step was already under way
                 continue
-            kept = self._append(req, run)
+            kept = self._append(req, run, output)
             gained += kept
             if num_drafts:
                 # the last token of a run is the target's own, those before it are accepted drafts
                 self._count_accepted(req, min(kept, len(run) - 1))
         self._metrics.count_decode(num_rows, gained)
 
-    def _append(self, req: Req, run: Sequence[int]) -> int:
+    def _append(self, req: Req, run: Sequence[int], outputs: ReqOutputs | None) -> int:
         """Keep what the request gets of its run, commit what is in the pool, and end it if it ends; tokens kept."""
         kept, finish = check_stop(req, run, self._pieces)
+        if req.asked is not None:
+            assert outputs is not None, f"a step gave request {req.rid} nothing of what it asks for"
+            req.asked.add(outputs, len(req.token_ids), kept)
         if kept:
             req.token_ids.extend(run[:kept])
             assert req.kv is not None
@@ -111,7 +126,7 @@ class OutputProcessor:
         return self._output(req) if is_due or req.finish is not None else None
 
     def _output(self, req: Req) -> TokenOut:
-        token_ids = tuple(req.token_ids[req.prompt_len + req.sent_len :])
+        token_ids, sent, asked = tuple(req.token_ids[req.prompt_len + req.sent_len :]), req.sent_len, req.asked
         req.sent_len = req.output_len
         return TokenOut(
             rid=req.rid,
@@ -122,6 +137,9 @@ class OutputProcessor:
             cached_tokens=req.cached_len or 0,
             spec=self._spec_stats(req) if self._num_drafts else None,
             queue_time_s=0.0 if req.first_run_s is None else req.first_run_s - req.arrival_s,
+            logprobs=() if asked is None else tuple(asked.output_logprobs[sent:]),
+            prompt_logprobs=() if asked is None else asked.take_prompt_logprobs(),
+            hidden_states=() if asked is None else tuple(asked.output_hidden[sent:]),
         )
 
     def _spec_stats(self, req: Req) -> SpecStats:

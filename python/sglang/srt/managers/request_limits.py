@@ -43,7 +43,11 @@ class RequestLimits:
                 f"{param} has {len(input_ids)} tokens, but the KV cache of this server holds prompts of at most "
                 f"{self.max_req_input_len} tokens: shorten the prompt, or start the server with more --max-total-tokens"
             )
-        low, high = min(input_ids), max(input_ids)
+        self.check_vocabulary(param, input_ids)
+
+    def check_vocabulary(self, param: str, input_ids: Sequence[int]) -> None:
+        """``ValueError`` when an id is outside the vocabulary."""
+        low, high = min(input_ids, default=0), max(input_ids, default=0)
         if low < 0 or high >= self.vocab_size:
             bad = low if low < 0 else high
             raise ValueError(f"{param} has the token id {bad!r:.40}: ids must be from 0 to {self.vocab_size - 1}")
@@ -64,8 +68,11 @@ class RequestLimits:
             raise ValueError(
                 f"min_new_tokens is {params.min_new_tokens!r:.40}, but the context leaves {room}: lower it"
             )
-        for stop in params.stop:
-            check_unicode("stop", stop)
+        for name, texts in (("stop", params.stop), ("stop_regex", params.stop_regex)):
+            for text in texts:
+                check_unicode(name, text)
+        if params.grammar is not None:
+            check_unicode(*params.grammar)
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", [i for i, _ in params.logit_bias])):
             if ids and max(ids) >= self.vocab_size:
                 raise ValueError(f"{name} has the token id {max(ids)!r:.40}: ids must be below {self.vocab_size}")

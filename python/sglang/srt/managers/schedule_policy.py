@@ -141,7 +141,7 @@ class PrefillPlanner:
         """
         if room == 0:
             return 0
-        kv = self._kv_manager.open(req.token_ids)
+        kv = self._kv_manager.open(req.token_ids, req.prefix_limit)
         if kv is None:
             return 0
         missing = len(req.token_ids) - kv.cached_len

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from sglang.srt.layers.logit_controls import RequestFault
 from sglang.srt.managers.admission import make_limits, make_req
 from sglang.srt.managers.channel import SchedulerChannel, ZmqSchedulerChannel
 from sglang.srt.managers.detokenizer_manager import TokenPieces
+from sglang.srt.managers.grammar_manager import GrammarManager, make_grammar_manager
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenOut,
@@ -30,7 +32,7 @@ from sglang.srt.managers.model_worker import ModelWorker
 from sglang.srt.managers.output_processor import OutputProcessor
 from sglang.srt.managers.running_batch import RunningBatch, make_sampling_info, open_rows
 from sglang.srt.managers.schedule_batch import GenerationBatchResult, Req, ScheduleBatch
-from sglang.srt.managers.schedule_policy import PrefillPlanner, WaitingOrder, make_room_for_decode
+from sglang.srt.managers.schedule_policy import PrefillPlanner, WaitingOrder, make_room_for_decode, retract
 from sglang.srt.managers.self_test import run_self_test, self_test_ids
 from sglang.srt.managers.worker_factory import create_worker
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -45,12 +47,14 @@ logger = logging.getLogger(__name__)
 
 PendingResult = Callable[[], GenerationBatchResult]
 
+_GRAMMAR_WAIT_S = 0.01  # how long an idle loop sleeps for a grammar before it looks for messages again
+
 
 class Scheduler:
     """Owns every request from its arrival to its final reply.
 
-    A request is in exactly one place: ``waiting`` (also after a retraction), ``chunked`` (its prompt is being
-    prefilled over several steps), or ``running`` (it decodes).
+    A request is in exactly one place: ``grammars`` (until its grammar is compiled), ``waiting`` (also after a
+    retraction), ``chunked`` (its prompt is being prefilled over several steps), or ``running`` (it decodes).
     """
 
     def __init__(
@@ -62,15 +66,17 @@ class Scheduler:
         device: torch.device,
         pieces: TokenPieces | None,
         random_seed: int,
+        grammars: GrammarManager | None = None,
     ) -> None:
         self.worker = worker
         self.config = config
         self.channel = channel
         self.kv_manager = worker.kv_manager
         self.facts = worker.describe()
-        self.limits = make_limits(self.facts, worker.capabilities, has_tokenizer=pieces is not None)
+        self.limits = make_limits(self.facts, worker.capabilities, config, pieces)
         num_drafts = worker.capabilities.max_drafts
         self.metrics = SchedulerMetrics(num_drafts)
+        self.grammars = GrammarManager() if grammars is None else grammars
         self.waiting: list[Req] = []
         self.chunked: Req | None = None
         self.running = RunningBatch(device)
@@ -89,6 +95,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
+        return self._can_run or len(self.grammars) > 0
+
+    @property
+    def _num_queued(self) -> int:
+        return len(self.waiting) + len(self.grammars)
+
+    @property
+    def _can_run(self) -> bool:
         return bool(self.waiting or self.running.reqs) or self.chunked is not None or self._ahead is not None
 
     def event_loop(self) -> None:
@@ -130,26 +144,36 @@ class Scheduler:
             self._outs.append(self._output.refuse(message, str(error), 400))
             return
         limit = self.config.max_queued_requests
-        if limit is not None and len(self.waiting) >= limit:
+        if limit is not None and self._num_queued >= limit:
             text = f"the queue is full ({limit} requests are waiting): try again later"
             self._outs.append(self._output.refuse(message, text, 503))
             return
-        self.waiting.append(req)
+        try:
+            if not self.grammars.add(req):
+                self.waiting.append(req)
+        except ValueError as error:
+            self._outs.append(self._output.refuse(message, str(error), 400))
 
     def abort(self, message: AbortReq) -> None:
         """End the requests that ``message`` names; an id that is not here has ended already."""
-        here = [*self.waiting, *(() if self.chunked is None else (self.chunked,)), *self.running.reqs]
+        chunked = () if self.chunked is None else (self.chunked,)
+        here = [*self.grammars.reqs, *self.waiting, *chunked, *self.running.reqs]
         for req in here:
             if message.abort_all or req.rid == message.rid:
                 self._outs.append(self._output.abort(req, "the request was aborted", None))
         self._forget_finished()
 
     def step(self, *, run_ahead: bool = True) -> None:
-        """Run one batch and apply its result. Needs work to do.
+        """Run one batch and apply its result, or wait a moment for a grammar. Needs work to do.
 
         Where the worker can, the next decode step of the same requests is started before this one's result is read, so
         that the device does not wait for the host.
         """
+        if len(self.grammars):
+            self._take_compiled()
+            if not self._can_run:
+                return
+        began_s = time.monotonic()
         started, self._ahead = self._ahead, None
         batch = self._next_batch() if started is None else started[0]
         try:
@@ -160,16 +184,30 @@ class Scheduler:
                 if run_ahead:
                     self._run_ahead(batch)
                 result = pending()
+        except RequestFault as fault:
+            self._fail_one(batch, fault)
+            return
         except Exception:  # whatever a model's code raises must not end the other requests
             logger.exception("a step of %d requests failed", len(batch.reqs))
             self._fail(batch)
             return
         self._outs += self._output.apply(batch, result)
         self._update_running(batch, result)
-        if batch.mode is ForwardMode.DECODE:
+        is_decode = batch.mode is ForwardMode.DECODE
+        (self.metrics.decode_step_s if is_decode else self.metrics.prefill_step_s).observe(time.monotonic() - began_s)
+        if is_decode:
             self._planner.ratio.decay()
             if self.metrics.totals.decode_steps % self.config.decode_log_interval == 0:
                 self.metrics.log_decode(self.load())
+
+    def _take_compiled(self) -> None:
+        """Queue the requests whose grammars are ready; sleep for the next one if nothing can run without it."""
+        if not self._can_run:
+            self.grammars.wait(_GRAMMAR_WAIT_S)
+        ready, refused = self.grammars.take_ready()
+        self.waiting += ready
+        for refusal in refused:
+            self._outs.append(self._output.abort(refusal.req, refusal.message, 400))
 
     def _run_ahead(self, batch: ScheduleBatch) -> None:
         """Start the step after ``batch``'s, unless another batch should come first or nobody would need it."""
@@ -277,7 +315,20 @@ class Scheduler:
         self._forget_finished()
         self.kv_manager.check_integrity()
 
+    def _fail_one(self, batch: ScheduleBatch, fault: RequestFault) -> None:
+        """End the request at fault; the others of its step start again from what was committed before."""
+        self._ahead = None
+        self._outs.append(self._output.abort(fault.req, fault.message, 400))
+        others = [req for req in batch.reqs if req.kv is not None]
+        for req in others:
+            retract(req, self.kv_manager)
+        if self.chunked in batch.reqs:
+            self.chunked = None
+        self.waiting[:0] = others
+        self._forget_finished()
+
     def _forget_finished(self) -> None:
+        self.grammars.forget_finished()
         self.waiting = [req for req in self.waiting if req.finish is None]
         if self.chunked is not None and self.chunked.finish is not None:
             self.chunked = None
@@ -313,7 +364,7 @@ class Scheduler:
     def load(self) -> Load:
         total = self.kv_manager.total_tokens
         num_running = len(self.running.reqs) + (self.chunked is not None)
-        return Load(num_running, len(self.waiting), total - self.kv_manager.available_tokens, total)
+        return Load(num_running, self._num_queued, total - self.kv_manager.available_tokens, total)
 
 
 def _max_running(facts: dict[str, Any], config: ScheduleConfig) -> int:
@@ -347,13 +398,15 @@ def _start(server_args: ServerArgs, channel: SchedulerChannel) -> tuple[Schedule
     if server_args.device == "cpu":
         logger.info("Computing with %d CPU threads", set_compute_threads(SGLANG_CPU_THREADS.get()))
     tokenizer = load_tokenizer(Path(server_args.tokenizer_path), trust_remote_code=server_args.trust_remote_code)
+    worker = create_worker(server_args)
     scheduler = Scheduler(
-        create_worker(server_args),
+        worker,
         server_args.schedule_config(),
         channel,
         device=make_device(server_args.device).torch_device,
         pieces=TokenPieces(tokenizer),
         random_seed=server_args.random_seed,
+        grammars=make_grammar_manager(server_args.grammar_config(), tokenizer, worker.describe()),
     )
     info = {**scheduler.facts, "max_req_input_len": scheduler.limits.max_req_input_len}
     logger.info("Engine: %s", ", ".join(f"{name}: {value}" for name, value in info.items()))

@@ -10,13 +10,13 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.channel import ManagerChannel
 from sglang.srt.managers.detokenizer_manager import IncrementalDetokenizer, TokenPieces
-from sglang.srt.managers.generate_output import GenerateOutput, join_outputs
+from sglang.srt.managers.generate_output import GenerateOutput, Logprobs, join_outputs
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenOut,
@@ -30,6 +30,8 @@ from sglang.srt.managers.io_struct import (
     TokenOut,
 )
 from sglang.srt.managers.request_limits import RequestLimits, check_unicode
+from sglang.srt.managers.request_observer import RequestObserver
+from sglang.srt.sampling.logprobs import OutputOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -75,14 +77,19 @@ class _Outbox:
 
 @dataclass(slots=True)
 class _ReqState:
-    """One sequence on its way; the receive loop sets ``first_token_at`` (seconds, monotonic) at its first token."""
+    """One sequence on its way; the receive loop notes when, in seconds, its first token and its newest output came.
+
+    ``last_output_at`` is the time of the request's arrival before the first output.
+    """
 
     req: TokenizedGenerateReqInput
     index: int
     outbox: _Outbox
     detokenizer: IncrementalDetokenizer
     created_at: float
+    last_output_at: float
     first_token_at: float | None = None
+    text_of: Callable[[int], str] | None = None  # for log-probabilities
 
     def output(self, out: TokenOut, now: float) -> GenerateOutput:
         if self.first_token_at is None and out.token_ids:
@@ -100,7 +107,16 @@ class _ReqState:
             e2e_latency_s=now - self.created_at,
             ttft_s=(now if self.first_token_at is None else self.first_token_at) - self.created_at,
             queue_time_s=out.queue_time_s,
+            logprobs=self._logprobs(out),
+            hidden_states=out.hidden_states if self.req.return_hidden_states else None,
         )
+
+    def _logprobs(self, out: TokenOut) -> Logprobs | None:
+        options = self.req.logprobs
+        if options is None:
+            return None
+        has_top, has_asked = options.top_num > 0, bool(options.token_ids)
+        return Logprobs(out.prompt_logprobs, out.logprobs, has_top, has_asked, self.text_of)
 
 
 class TokenizerManager:
@@ -113,12 +129,16 @@ class TokenizerManager:
         ready: SchedulerReady,
         *,
         log_requests: bool = False,
+        observer: RequestObserver | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = RequestLimits.from_info(ready.info)
         self.scheduler_info = ready.info
         self._channel = channel
         self._log_requests = log_requests
+        self._observer = observer
+        self._resumed = asyncio.Event()
+        self._resumed.set()
         self._pieces = TokenPieces(tokenizer)
         self._states: dict[str, _ReqState] = {}
         self._replies: dict[str, asyncio.Future[ControlReply]] = {}
@@ -146,9 +166,24 @@ class TokenizerManager:
         """Sequences that were sent to the scheduler and have not ended."""
         return len(self._states)
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether new requests wait for ``continue_generation``."""
+        return not self._resumed.is_set()
+
+    def pause_generation(self) -> int:
+        """Abort all requests and keep new ones waiting; returns how many sequences were running."""
+        self._resumed.clear()
+        return self.abort_request(abort_all=True)
+
+    def continue_generation(self) -> None:
+        """Let requests through again, first those that waited."""
+        self._resumed.set()
+
     def scheduler_died(self, cause: str) -> None:
         """Tell every caller, now and later, that there is no scheduler. The first cause is the one that is told."""
         self._died = self._died or cause
+        self._resumed.set()  # those who wait hear of it too
         for state in self._states.values():
             state.outbox.fail(SchedulerDiedError(self._died))
         self._states.clear()
@@ -163,6 +198,7 @@ class TokenizerManager:
         ``RequestFailedError`` when the scheduler refuses a sequence, ``SchedulerDiedError`` when there is no scheduler.
         """
         states = await self._make_states(req)
+        await self._resumed.wait()
         if self._died is not None:
             raise SchedulerDiedError(self._died)
         try:
@@ -186,6 +222,8 @@ class TokenizerManager:
                 if self._states.get(state.req.rid) is state:
                     del self._states[state.req.rid]
                     self._send_abort(state.req.rid)
+                    if self._observer is not None:
+                        self._observer.left()
 
     async def generate_whole(self, req: GenerateReqInput) -> list[GenerateOutput]:
         """Run all sequences to their end; one output for each, in order. Cancelling aborts them."""
@@ -223,6 +261,7 @@ class TokenizerManager:
             self.limits.check_prompt(req.param, input_ids)
             rid = req.rids[position] if req.rids is not None else uuid.uuid4().hex
             check_unicode("rid", rid)
+            options = OutputOptions() if req.output_options is None else req.output_options[position]
             for sample in range(params.n):
                 fitted = self.limits.fit_params(params, len(input_ids), sample, clamp_length=req.clamp_length)
                 tokenized = TokenizedGenerateReqInput(
@@ -230,9 +269,15 @@ class TokenizerManager:
                     input_ids=input_ids,
                     sampling_params=fitted,
                     stream=req.stream,
+                    logprobs=options.logprobs,
+                    return_hidden_states=options.hidden_states,
+                    custom_logit_processor=options.custom_logit_processor,
                 )
                 detokenizer = IncrementalDetokenizer(self._pieces, fitted)
-                states.append(_ReqState(tokenized, len(states), outbox, detokenizer, created_at))
+                text_of = self._text_of if options.text_in_logprobs else None
+                states.append(
+                    _ReqState(tokenized, len(states), outbox, detokenizer, created_at, created_at, text_of=text_of)
+                )
         return states
 
     async def tokenize(self, text: str, param: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -247,6 +292,10 @@ class TokenizerManager:
             ids = self._encode(text, add_special_tokens)
         bos = self.tokenizer.bos_token_id
         return tuple(ids[1:] if add_special_tokens and ids[:2] == [bos, bos] else ids)
+
+    def _text_of(self, token_id: int) -> str:
+        """A token's text by itself; part of a character becomes U+FFFD."""
+        return self._pieces.piece(token_id).decode(errors="replace")
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
@@ -287,5 +336,8 @@ class TokenizerManager:
                 del self._states[out.rid]
             output = state.output(out, now)
             state.outbox.put(output)
+            if self._observer is not None:
+                self._observer.received(output, now - state.last_output_at, stream=state.req.stream)
+            state.last_output_at = now
             if self._log_requests and out.finish_reason is not None:
                 logger.info("Finish: %s", output.meta_info())

@@ -5,13 +5,15 @@ Shapes: B requests, N rows per request in a decode step, V vocabulary, H hidden 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from sglang.srt.layers.asked_outputs import outputs_of_prompt, outputs_of_run
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.grammar_mask import apply_grammar_masks
 from sglang.srt.layers.logit_controls import apply_logit_controls
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import sample_tokens
@@ -33,6 +35,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.input_buffers import ROWS
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_configurator import KVMemory
+from sglang.srt.sampling.logprobs import ReqOutputs
 from sglang.srt.server_args_slices import GraphConfig
 from sglang.srt.speculative.spec_info import SpecCapabilities
 
@@ -75,8 +78,9 @@ class TpModelWorker:
         with torch.inference_mode():
             if batch.mode is not ForwardMode.EXTEND:
                 return self.launch(batch)()
-            tokens = self.extend(batch)[0][:, None]
-            return GenerationBatchResult(tokens, torch.ones(len(batch.reqs), dtype=torch.int64), None, num_drafts=0)
+            tokens, _, outputs = self.extend(batch)
+            ones = torch.ones(len(batch.reqs), dtype=torch.int64)
+            return GenerationBatchResult(tokens[:, None], ones, None, num_drafts=0, outputs=outputs)
 
     def launch(self, batch: ScheduleBatch) -> Callable[[], GenerationBatchResult]:
         """Start a decode step; calling the result waits for it."""
@@ -91,10 +95,13 @@ class TpModelWorker:
         """Once, before the first step."""
         self.loop.capture()
 
-    def extend(self, batch: ScheduleBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def extend(
+        self, batch: ScheduleBatch
+    ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[ReqOutputs | None, ...]]:
         """Compute the next ``extend_lens`` positions of each request.
 
-        Returns the token after each request's last position [B] and the hidden state there [B, H] (or None).
+        Returns the token after each request's last position [B], the hidden state there [B, H] (or None), and what
+        requests asked for beside.
         """
         starts = [req.committed_len for req in batch.reqs]
         ids = np.concatenate(
@@ -104,12 +111,28 @@ class TpModelWorker:
             ]
         )
         mode = CaptureHiddenMode.LAST if self.capture_hidden else CaptureHiddenMode.NULL
-        fb = self._extend_batch(batch.reqs, self._tensor(ids), batch.extend_lens, mode)
+        kept = kept_rows(batch.reqs, batch.extend_lens)
+        if kept is not None:
+            mode = CaptureHiddenMode.FULL
+        fb = self._extend_batch(batch.reqs, self._tensor(ids), batch.extend_lens, mode, kept)
         out: LogitsProcessorOutput = self.runner.model.forward(fb)
-        last_rows = torch.zeros((len(batch.reqs), 1), dtype=torch.int64, device=self._device)
-        apply_logit_controls(out.next_token_logits, batch.reqs, last_rows)
-        last = self._tensor(np.array([s + n - 1 for s, n in zip(starts, batch.extend_lens, strict=True)]))
-        return sample_tokens(out.next_token_logits, batch.sampling_info, last), out.hidden_states
+        ends = [s + n for s, n in zip(starts, batch.extend_lens, strict=True)]
+        newest = torch.zeros((1, 1), dtype=torch.int64, device=self._device)
+        for b, req in enumerate(batch.reqs):
+            if ends[b] == len(req.token_ids):  # the token after a prompt that is not complete means nothing
+                apply_logit_controls(out.next_token_logits[b : b + 1], (req,), newest)
+                apply_grammar_masks(out.next_token_logits[b : b + 1], (req,), newest)
+        tokens = sample_tokens(out.next_token_logits, batch.sampling_info, self._tensor(np.array(ends) - 1))
+        if kept is None:
+            return tokens, out.hidden_states, ()
+        assert out.hidden_states is not None
+        # without layers that share KV, every row of the prompts went all the way
+        last, hidden = np.cumsum(batch.extend_lens if fb.tail is None else kept) - 1, out.hidden_states
+        outputs = tuple(
+            self._asked(req, ends[b], kept[b], hidden[last[b] - kept[b] + 1 : last[b] + 1], out, b, tokens)
+            for b, req in enumerate(batch.reqs)
+        )
+        return tokens, hidden[self._tensor(last)], outputs
 
     def describe(self) -> dict[str, object]:
         """Facts for the start-up log and ``/server_info``."""
@@ -126,6 +149,27 @@ class TpModelWorker:
             "architecture": self.runner.config.architecture,
             "decode_batch_sizes": () if self._loop is None else self._loop.sizes.sizes,
         }
+
+    def _asked(
+        self,
+        req: Req,
+        end: int,
+        num_kept: int,
+        hidden: torch.Tensor,
+        out: LogitsProcessorOutput,
+        b: int,
+        tokens: torch.Tensor,
+    ) -> ReqOutputs | None:
+        """What request ``b`` of an extend asked for; ``hidden`` [num_kept, H] are its last rows, up to ``end``."""
+        if req.asked is None:
+            return None
+        outputs = ReqOutputs()
+        if req.asked.rows_of(end):
+            outputs = outputs_of_prompt(req, end - num_kept, hidden, self.runner.model.compute_logits)
+        if end < len(req.token_ids):
+            return outputs
+        run = outputs_of_run(req, tokens[b : b + 1].tolist(), out.next_token_logits[b : b + 1], hidden[-1:])
+        return replace(outputs, logprobs=run.logprobs, hidden_states=run.hidden_states)
 
     def _decode_loop(self, graphs: GraphConfig) -> DecodeLoop:
         device, memory = self._device, self.memory
@@ -146,9 +190,15 @@ class TpModelWorker:
         return torch.from_numpy(values).to(self._device)
 
     def _extend_batch(
-        self, reqs: tuple[Req, ...], input_ids: torch.Tensor, q_lens: tuple[int, ...], capture: CaptureHiddenMode
+        self,
+        reqs: tuple[Req, ...],
+        input_ids: torch.Tensor,
+        q_lens: tuple[int, ...],
+        capture: CaptureHiddenMode,
+        kept: tuple[int, ...] | None,
     ) -> ForwardBatch:
-        """The next ``q_lens[b]`` positions of each request, in slots it owns."""
+        """The next ``q_lens[b]`` positions of each request, in slots it owns. ``kept``: how many of its last rows are
+        wanted to the end, None for one each."""
         kvs = [req.kv for req in reqs]
         assert all(kv is not None for kv in kvs), "a request without KV cannot run"
         self.kv_manager.show_device()
@@ -161,7 +211,7 @@ class TpModelWorker:
         logits_rows, tail = self._tensor(np.cumsum(q_lens) - 1), None
         text = self.runner.config.text
         if text.first_kv_shared_layer < text.num_layers:
-            tail = self._tail(logits_rows, geometry, input_ids, capture)
+            tail = self._tail(q_lens, kept or (1,) * len(reqs), geometry, input_ids, capture)
         return ForwardBatch(
             mode=ForwardMode.EXTEND,
             input_ids=input_ids,
@@ -175,23 +225,41 @@ class TpModelWorker:
         )
 
     def _tail(
-        self, rows: torch.Tensor, geometry: AttnGeometry, input_ids: torch.Tensor, capture: CaptureHiddenMode
+        self,
+        q_lens: tuple[int, ...],
+        kept: tuple[int, ...],
+        geometry: AttnGeometry,
+        input_ids: torch.Tensor,
+        capture: CaptureHiddenMode,
     ) -> TailBatch:
-        """The last row of each request, as a decode that writes nothing."""
-        positions = geometry.positions[rows]
+        """The last ``kept`` rows of each request, as a forward that writes nothing; one each is a decode."""
+        rows = self._tensor(
+            np.concatenate([np.arange(end - n, end) for end, n in zip(np.cumsum(q_lens), kept, strict=True)])
+        )
+        positions, only_last = geometry.positions[rows], max(kept) == 1
         assert geometry.host is not None
         ends = geometry.host.kv_lens
-        host = HostLens(ends, tuple(end - 1 for end in ends))
-        last = replace(geometry, positions=positions, q_lens_cpu=(1,) * len(ends), host=host, is_extend=False)
+        host = HostLens(ends, tuple(end - n for end, n in zip(ends, kept, strict=True)))
+        last = replace(geometry, positions=positions, q_lens_cpu=kept, host=host, is_extend=not only_last)
         batch = ForwardBatch(
-            mode=ForwardMode.DECODE,
+            mode=ForwardMode.DECODE if only_last else ForwardMode.EXTEND,
             input_ids=input_ids[rows],
             positions=positions,
             token_to_kv_pool=ReadOnlyKVPool(self.memory.pool),
             out_cache_loc=None,
             attn=self.backend.init_forward_metadata(last),
             capture_hidden_mode=capture,
-            logits_rows=None,
+            logits_rows=None if only_last else self._tensor(np.cumsum(kept) - 1),
             tail=None,
         )
         return TailBatch(rows, batch)
+
+
+def kept_rows(reqs: Sequence[Req], extend_lens: Sequence[int]) -> tuple[int, ...] | None:
+    """How many of each request's last rows in an extend are wanted, at least one; None when nobody asked for any."""
+    if all(req.asked is None for req in reqs):
+        return None
+    return tuple(
+        1 if req.asked is None else min(n, max(1, req.asked.rows_of(req.committed_len + n)))
+        for req, n in zip(reqs, extend_lens, strict=True)
+    )

@@ -77,15 +77,16 @@ class KVCacheManager:
         """Prefix tokens that ``open`` would find now; changes nothing."""
         return self._prefix_cache.match_len(_as_ids(token_ids)[:-1])
 
-    def open(self, token_ids: Sequence[int] | np.ndarray) -> RequestKV | None:
+    def open(self, token_ids: Sequence[int] | np.ndarray, max_cached_len: int | None = None) -> RequestKV | None:
         """A row and the longest cached prefix, locked; None (and nothing changed) if no row is free.
 
-        The last token is never taken from the cache: its forward is needed for the next token's logits.
+        The last token is never taken from the cache: its forward is needed for the next token's logits. Nor is
+        anything beyond ``max_cached_len``.
         """
         row = self._req_to_token.alloc()
         if row is None:
             return None
-        match = self._prefix_cache.match_prefix(_as_ids(token_ids)[:-1])
+        match = self._prefix_cache.match_prefix(_as_ids(token_ids)[:-1][:max_cached_len])
         self._prefix_cache.lock(match.handle)
         self._write_pages(row, 0, match.pages)
         n = match.num_tokens

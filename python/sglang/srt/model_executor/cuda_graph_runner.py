@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from sglang.srt.layers.asked_outputs import KeptRows
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.server_args_slices import GraphConfig
 
@@ -43,13 +44,15 @@ class Step:
 
     ``width``: rows of the target per request, 1 and the drafts; at most what the buffers were made for.
     ``batch``: what the host knows of these rows, for a run that is not captured and has no padding. It changes no
-    result; it saves reading lengths back, and work for controls that nobody uses.
+    result; it saves reading lengths back, and work for controls that nobody uses. ``kept``: takes what requests of an
+    EDITED step want beside tokens, None when they want nothing.
     """
 
     size: int
     kind: StepKind
     batch: ScheduleBatch | None
     width: int
+    kept: KeptRows | None = None
 
 
 class GraphProgram(Protocol):

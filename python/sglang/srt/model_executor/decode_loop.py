@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.srt.layers.asked_outputs import KeptRows
 from sglang.srt.managers.schedule_batch import GenerationBatchResult, Req, ScheduleBatch
 from sglang.srt.mem_cache.kv_manager import KVCacheManager
 from sglang.srt.model_executor.cuda_graph_runner import BatchSizes, Runner, Step, StepKind
 from sglang.srt.model_executor.decode_programs import StepBuffers
 from sglang.srt.model_executor.decode_rows import ResidentRows, draft_caps
 from sglang.srt.model_executor.draft_length import DraftLength
+from sglang.srt.sampling.logprobs import ReqOutputs
 from sglang.srt.speculative.spec_info import SpecInput
 from sglang.srt.utils.device import Readback
 
@@ -66,7 +68,7 @@ class DecodeLoop:
         step = self.prepare(batch)
         self._note_time(step)
         self.runner.run(step)
-        return self.read(batch, step.width)
+        return self.read(batch, step)
 
     def can_run_ahead(self, batch: ScheduleBatch) -> bool:
         """Whether ``launch(batch)`` may come before the result of its last step: when nothing has to be sent."""
@@ -91,11 +93,12 @@ class DecodeLoop:
         width = self._length.choose(self._useful(batch)) + 1 if width is None else width
         if self._size and not exact:
             return Step(self._size, self._kind, None, width)
-        return Step(len(batch.reqs), self._kind, batch, width)
+        asked = any(req.asked is not None for req in batch.reqs)
+        return Step(len(batch.reqs), self._kind, batch, width, KeptRows() if asked else None)
 
-    def read(self, batch: ScheduleBatch, width: int) -> Callable[[], GenerationBatchResult]:
+    def read(self, batch: ScheduleBatch, step: Step) -> Callable[[], GenerationBatchResult]:
         """What the program left. Calling the result is the one time in a step that the host waits."""
-        num, useful = len(batch.reqs), self._useful(batch)
+        num, useful, width, kept = len(batch.reqs), self._useful(batch), step.width, step.kept
         wait = self._readback.start(self._out.of_width(num, width).result)
 
         @torch.inference_mode()
@@ -106,7 +109,10 @@ class DecodeLoop:
             self._judge(_Round(batch.reqs, useful, width - 1, gained, [len(req.token_ids) for req in batch.reqs]))
             self._committed = [n + more for n, more in zip(self._committed, gained, strict=True)]
             self._seed = self._out.next_seed(self._rows.device, num)
-            return GenerationBatchResult(tokens, accept_lens, self._seed, num_drafts=width - 1)
+            outputs: tuple[ReqOutputs | None, ...] = ()
+            if kept is not None:
+                outputs = kept.outputs(batch.reqs, [row[:n] for row, n in zip(tokens.tolist(), gained, strict=True)])
+            return GenerationBatchResult(tokens, accept_lens, self._seed, num_drafts=width - 1, outputs=outputs)
 
         return finish
 
@@ -140,6 +146,6 @@ class DecodeLoop:
 
 
 def _kind(batch: ScheduleBatch) -> StepKind:
-    if any(req.params.edits_logits for req in batch.reqs):
+    if any(req.needs_host for req in batch.reqs):
         return StepKind.EDITED
     return StepKind.GREEDY if batch.sampling_info.all_greedy else StepKind.SAMPLED

@@ -13,6 +13,7 @@ import torch
 
 from sgl_kernel.decode_step import advance_rows, place_rows
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.grammar_mask import apply_grammar_masks
 from sglang.srt.layers.logit_controls import apply_logit_controls
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import sample_tokens
@@ -93,13 +94,19 @@ class TargetForward:
         that is not GREEDY.
         """
         fb = self._forward_batch(rows, input_ids, step, tree)
+        if step.kept is not None:
+            fb = replace(fb, capture_hidden_mode=CaptureHiddenMode.FULL)
         if step.kind is StepKind.GREEDY:
             tokens, hidden = self._model.greedy_tokens(fb)
             return tokens, hidden
         out: LogitsProcessorOutput = self._model.forward(fb)
         if step.kind is StepKind.EDITED:
             assert step.batch is not None, "only a step that is not captured can edit logits"
-            apply_logit_controls(out.next_token_logits, step.batch.reqs, input_ids.view(step.size, step.width))
+            nodes, parents = input_ids.view(step.size, step.width), None if tree is None else tree.parents
+            apply_logit_controls(out.next_token_logits, step.batch.reqs, nodes, parents)
+            apply_grammar_masks(out.next_token_logits, step.batch.reqs, nodes, parents)
+            if step.kept is not None:
+                step.kept.keep(out.next_token_logits, out.hidden_states, nodes, parents)
         return sampler(out.next_token_logits, sampling_info(rows, step), fb.positions), out.hidden_states
 
     def _forward_batch(

@@ -340,6 +340,10 @@ class Gemma4ForCausalLM:
         hidden, fb = self._hidden(fb)
         return self.logits_processor(hidden, self._head, fb)
 
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` [R, D] after the final norm -> [R, V]."""
+        return self.logits_processor.logits(hidden, self._head)
+
     def greedy_tokens(self, fb: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """The most likely token after each row whose logits are wanted, [R] int64, without forming logits on a GPU;
         and the hidden states [T, D] after the final norm."""

@@ -41,6 +41,10 @@ class CausalLM(LoadableModel, Protocol):
 
     def forward(self, fb: ForwardBatch) -> LogitsProcessorOutput: ...
 
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` [R, D] after the final norm -> [R, V]."""
+        ...
+
 
 class SpecTarget(CausalLM, Protocol):
     """A target whose embedding and head a drafter may use."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from sglang.srt.constrained.base_grammar import GRAMMAR_KINDS, GrammarKind
+from sglang.srt.sampling.stop_regex import StopRegex
+
 TOP_K_ALL = 1 << 30
 _MAX_STOP_STRINGS = 64
+_MAX_STOP_REGEXES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +37,7 @@ class SamplingParams:
     min_new_tokens: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
@@ -40,6 +46,12 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
+    max_thinking_tokens: int | None = None
+    custom_params: Mapping[str, Any] | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, None)
@@ -64,6 +76,17 @@ class SamplingParams:
             _integer("sampling_seed", self.sampling_seed, -(1 << 63), (1 << 63) - 1)
         if len(self.stop) > _MAX_STOP_STRINGS or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"stop must be at most {_MAX_STOP_STRINGS} non-empty strings, got {self.stop!r:.200}")
+        if len(self.stop_regex) > _MAX_STOP_REGEXES or not all(isinstance(s, str) and s for s in self.stop_regex):
+            raise ValueError(
+                f"stop_regex must be at most {_MAX_STOP_REGEXES} non-empty patterns, got {self.stop_regex!r:.200}"
+            )
+        for pattern in self.stop_regex:
+            StopRegex.compile(pattern)
+        if self.max_thinking_tokens is not None:
+            _integer("max_thinking_tokens", self.max_thinking_tokens, 0, None)
+        if self.custom_params is not None and not isinstance(self.custom_params, Mapping):
+            raise ValueError(f"custom_params must be an object, got {self.custom_params!r:.200}")
+        _check_grammar(self)
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, None)
         for token, bias in self.logit_bias:
@@ -73,6 +96,12 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def grammar(self) -> tuple[GrammarKind, str] | None:
+        """The grammar that the answer has to follow, None for any text."""
+        given = ((kind, getattr(self, kind)) for kind in GRAMMAR_KINDS)
+        return next(((kind, text) for kind, text in given if text is not None), None)
 
     @property
     def edits_logits(self) -> bool:
@@ -93,11 +122,7 @@ class SamplingParams:
         """
         values = _without_switch(values)
         known = {f.name for f in fields(cls)}
-        unsupported = sorted(set(values) & _LATER)
-        active = [name for name in unsupported if values[name] is not None]
-        if active:
-            raise ValueError(f"sampling_params.{active[0]} is not supported yet: leave it out")
-        unknown = sorted(set(values) - known - _LATER)
+        unknown = sorted(set(values) - known)
         if unknown:
             raise ValueError(
                 f"sampling_params has an unknown field {unknown[0]!r}: known fields are {', '.join(sorted(known))}"
@@ -105,11 +130,15 @@ class SamplingParams:
         given = {name: value for name, value in values.items() if name in known and value is not None}
         if "max_new_tokens" in values and values["max_new_tokens"] is None:
             given["max_new_tokens"] = None
-        if isinstance(given.get("stop"), str):
-            given["stop"] = (given["stop"],)
+        for name in ("stop", "stop_regex"):
+            if isinstance(given.get(name), str):
+                given[name] = (given[name],)
         if isinstance(given.get("stop_token_ids"), int):
             given["stop_token_ids"] = (given["stop_token_ids"],)
-        for name in ("stop", "stop_token_ids"):
+        for name in ("json_schema", "structural_tag"):
+            if isinstance(given.get(name), (Mapping, bool)):
+                given[name] = json.dumps(given[name])
+        for name in ("stop", "stop_regex", "stop_token_ids"):
             if name in given:
                 given[name] = _sequence(name, given[name])
         if "logit_bias" in given:
@@ -120,7 +149,14 @@ class SamplingParams:
         return cls(**given)
 
 
-_LATER = frozenset({"json_schema", "regex", "ebnf", "structural_tag", "custom_params", "stop_regex", "thinking_budget"})
+def _check_grammar(params: SamplingParams) -> None:
+    given = [kind for kind in GRAMMAR_KINDS if getattr(params, kind) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{given[0]} and {given[1]} exclude each other: give one of {', '.join(GRAMMAR_KINDS)}")
+    for kind in given:
+        text = getattr(params, kind)
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{kind} must be a text that is not empty, got {text!r:.200}")
 
 
 def _without_switch(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,10 +96,11 @@ class FrozenKVMTPWorker(TpModelWorker):
 
     def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """The target alone; its token and hidden state seed the first draft."""
-        tokens, hidden = self.target.extend(batch)
+        tokens, hidden, outputs = self.target.extend(batch)
         assert hidden is not None
         ones = torch.ones(len(batch.reqs), dtype=torch.int64)
-        return GenerationBatchResult(tokens[:, None], ones, FrozenKVMTPDraftInput(tokens, hidden), num_drafts=0)
+        seed = FrozenKVMTPDraftInput(tokens, hidden)
+        return GenerationBatchResult(tokens[:, None], ones, seed, num_drafts=0, outputs=outputs)
 
     def draft(self, batch: ScheduleBatch) -> FrozenKVMTPVerifyInput:
         """The first stage of a round by itself."""
@@ -124,7 +125,7 @@ class FrozenKVMTPWorker(TpModelWorker):
             out.parents.copy_(chain.parents)
         self.round.verify.run(step)
         self.round.accept.run(step)
-        return self.loop.read(batch, step.width)()
+        return self.loop.read(batch, step)()
 
     def describe(self) -> dict[str, object]:
         facts = self.target.describe() | {"decode_batch_sizes": self.loop.sizes.sizes}
