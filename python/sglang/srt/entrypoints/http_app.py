@@ -6,14 +6,16 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
+from sglang.srt.entrypoints.auth import ApiKeyMiddleware
 from sglang.srt.entrypoints.errors import ApiError
 from sglang.srt.entrypoints.native_protocol import generate_events, generate_reply, parse_generate_request
 from sglang.srt.entrypoints.openai_serving import OpenAIServing
+from sglang.srt.entrypoints.prometheus import ServerMetrics
 from sglang.srt.entrypoints.responses import (
-    ApiKeyMiddleware,
     EventStream,
     error_response,
     json_response,
@@ -21,38 +23,50 @@ from sglang.srt.entrypoints.responses import (
     while_connected,
 )
 from sglang.srt.entrypoints.server_state import get_server_info
+from sglang.srt.entrypoints.tokenization import detokenize_reply, tokenize_reply
 from sglang.srt.entrypoints.warmup import probe_request
 from sglang.srt.managers.tokenizer_manager import SchedulerDiedError, TokenizerManager
 from sglang.srt.server_args import ServerArgs
 from sglang.version import __version__
 
 _HEALTH_GENERATE_S = 20.0
+# less than what Prometheus waits for a scrape by default
+_METRICS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the routes work with."""
+    """What the routes work with. ``metrics`` is None when there are none to show."""
 
     server_args: ServerArgs
     manager: TokenizerManager
     openai: OpenAIServing
+    metrics: ServerMetrics | None
     started_at: int
 
 
-def build_app(server_args: ServerArgs, manager: TokenizerManager) -> FastAPI:
-    """All routes over a running manager."""
-    ctx = Context(server_args, manager, OpenAIServing(server_args, manager), int(time.time()))
+def build_app(server_args: ServerArgs, manager: TokenizerManager, metrics: ServerMetrics | None) -> FastAPI:
+    """All routes over a running manager; ``metrics`` observes it."""
+    ctx = Context(server_args, manager, OpenAIServing(server_args, manager), metrics, int(time.time()))
     app = FastAPI(title="sglang", version=__version__)
     _add_generation(app, ctx)
+    _add_tokenization(app, ctx)
     _add_models(app, ctx)
     _add_health(app, ctx)
-    _add_administration(app, ctx)
+    _add_metrics(app, ctx)
+    administration = _administration(ctx)
+    app.include_router(administration)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_exception)
     for kind in (ApiError, ValueError, RuntimeError):
         app.add_exception_handler(kind, _on_exception)
-    if server_args.api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, api_key=server_args.api_key)
+    if server_args.api_key is not None or server_args.admin_api_key is not None:
+        app.add_middleware(
+            ApiKeyMiddleware,
+            api_key=server_args.api_key,
+            admin_api_key=server_args.admin_api_key,
+            admin_paths=[route.path for route in administration.routes if isinstance(route, APIRoute)],
+        )
     return app
 
 
@@ -78,6 +92,22 @@ def _add_generation(app: FastAPI, ctx: Context) -> None:
         if completion.is_stream:
             return EventStream(completion.stream())
         return json_response(await while_connected(request.receive, completion.whole()))
+
+
+def _add_tokenization(app: FastAPI, ctx: Context) -> None:
+    @app.post("/v1/tokenize")
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = await read_object(request)
+        ctx.openai.check_model(body.get("model"))
+        return json_response(await tokenize_reply(ctx.manager, body))
+
+    @app.post("/v1/detokenize")
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = await read_object(request)
+        ctx.openai.check_model(body.get("model"))
+        return json_response(await detokenize_reply(ctx.manager, body))
 
 
 def _add_models(app: FastAPI, ctx: Context) -> None:
@@ -116,16 +146,28 @@ def _add_models(app: FastAPI, ctx: Context) -> None:
             }
         )
 
+    @app.get("/get_server_info")
+    @app.get("/server_info")
+    async def server_info() -> Response:
+        return json_response(await get_server_info(ctx.server_args, ctx.manager))
+
 
 def _add_health(app: FastAPI, ctx: Context) -> None:
+    @app.get("/ping")
     @app.get("/health")
     async def health() -> Response:
         if ctx.manager.died is not None:
             raise ApiError(503, ctx.manager.died)
         return Response()
 
+    @app.get("/ready")
+    async def ready() -> Response:
+        _check_ready(ctx)
+        return Response()
+
     @app.get("/health_generate")
     async def health_generate() -> Response:
+        _check_ready(ctx)
         try:
             await asyncio.wait_for(ctx.manager.generate_whole(probe_request(ctx.manager, 1)), _HEALTH_GENERATE_S)
         except asyncio.TimeoutError:
@@ -135,20 +177,40 @@ def _add_health(app: FastAPI, ctx: Context) -> None:
         return Response()
 
 
-def _add_administration(app: FastAPI, ctx: Context) -> None:
-    @app.get("/get_server_info")
-    @app.get("/server_info")
-    async def server_info() -> Response:
-        return json_response(await get_server_info(ctx.server_args, ctx.manager))
+def _check_ready(ctx: Context) -> None:
+    """``ApiError`` 503 when a request would not be served now."""
+    if ctx.manager.died is not None:
+        raise ApiError(503, ctx.manager.died)
+    if ctx.manager.is_paused:
+        raise ApiError(503, "generation is paused: POST /continue_generation lets requests through")
 
-    @app.api_route("/flush_cache", methods=["GET", "POST"])
+
+def _add_metrics(app: FastAPI, ctx: Context) -> None:
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        if ctx.metrics is None:
+            raise ApiError(404, "there are no metrics: start the server with --enable-metrics")
+        try:
+            reply = await ctx.manager.control("server_info", _METRICS_S)
+        except (asyncio.TimeoutError, SchedulerDiedError):
+            reply = None
+        accept = request.headers.get("accept", "")
+        page, content_type = ctx.metrics.render(accept, None if reply is None else reply.data)
+        return Response(page, headers={"Content-Type": content_type})
+
+
+def _administration(ctx: Context) -> APIRouter:
+    """Routes that act on the whole server."""
+    router = APIRouter()
+
+    @router.api_route("/flush_cache", methods=["GET", "POST"])
     async def flush_cache() -> Response:
         reply = await ctx.manager.control("flush_cache")
         return json_response(
             {"success": reply.ok, "message": reply.message or "the cache is empty"}, 200 if reply.ok else 400
         )
 
-    @app.post("/abort_request")
+    @router.post("/abort_request")
     async def abort_request(request: Request) -> Response:
         body = await read_object(request)
         rid, abort_all = body.get("rid"), body.get("abort_all", False)
@@ -157,6 +219,20 @@ def _add_administration(app: FastAPI, ctx: Context) -> None:
         if not abort_all and not (isinstance(rid, str) and rid):
             raise ValueError(f"rid must name a request, or abort_all must be true, got {rid!r:.200}")
         return json_response({"aborted": ctx.manager.abort_request(rid, abort_all=abort_all)})
+
+    @router.post("/pause_generation")
+    async def pause_generation(request: Request) -> Response:
+        mode = (await read_object(request, may_be_empty=True)).get("mode", "abort")
+        if mode != "abort":
+            raise ValueError(f"mode must be 'abort', got {mode!r:.200}: running requests cannot be kept")
+        return json_response({"status": "ok", "aborted": ctx.manager.pause_generation()})
+
+    @router.post("/continue_generation")
+    async def continue_generation() -> Response:
+        ctx.manager.continue_generation()
+        return json_response({"status": "ok"})
+
+    return router
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

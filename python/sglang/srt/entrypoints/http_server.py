@@ -15,8 +15,10 @@ from fastapi import FastAPI
 
 from sglang.srt.entrypoints.http_app import build_app
 from sglang.srt.entrypoints.launch import SchedulerProcess
+from sglang.srt.entrypoints.prometheus import ServerMetrics
 from sglang.srt.entrypoints.server_state import load_server_tokenizer
 from sglang.srt.entrypoints.warmup import ready_message, warm_up
+from sglang.srt.managers.request_observer import RequestObserver
 from sglang.srt.managers.tokenizer_manager import SchedulerDiedError, TokenizerManager
 from sglang.srt.server_args import ServerArgs
 
@@ -83,8 +85,13 @@ async def _launch(server_args: ServerArgs, listener: socket.socket) -> None:
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     scheduler = SchedulerProcess(server_args)
     try:
-        manager = await _start_manager(server_args, scheduler)
-        server = _Server(_uvicorn_config(server_args, build_app(server_args, manager)))
+        metrics = (
+            ServerMetrics(server_args.served_model_name or server_args.model_path)
+            if server_args.enable_metrics
+            else None
+        )
+        manager = await _start_manager(server_args, scheduler, metrics)
+        server = _Server(_uvicorn_config(server_args, build_app(server_args, manager, metrics)))
         await _serve(server_args, server, manager, scheduler, listener)
     except asyncio.CancelledError:
         logger.info("stopped before the server was ready")
@@ -92,11 +99,15 @@ async def _launch(server_args: ServerArgs, listener: socket.socket) -> None:
         scheduler.stop()
 
 
-async def _start_manager(server_args: ServerArgs, scheduler: SchedulerProcess) -> TokenizerManager:
+async def _start_manager(
+    server_args: ServerArgs, scheduler: SchedulerProcess, observer: RequestObserver | None
+) -> TokenizerManager:
     tokenizer, ready = await asyncio.gather(
         asyncio.to_thread(load_server_tokenizer, server_args), scheduler.wait_ready()
     )
-    manager = TokenizerManager(scheduler.channel, tokenizer, ready, log_requests=server_args.log_requests)
+    manager = TokenizerManager(
+        scheduler.channel, tokenizer, ready, log_requests=server_args.log_requests, observer=observer
+    )
     manager.start()
     return manager
 

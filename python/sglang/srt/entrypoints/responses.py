@@ -1,10 +1,9 @@
-"""What every route needs of HTTP: JSON bodies, event streams, the key check, and noticing that a client left."""
+"""What every route needs of HTTP: JSON bodies, event streams, and noticing that a client left."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from sglang.srt.entrypoints.errors import ApiError, to_api_error
 from sglang.srt.managers.tokenizer_manager import SchedulerDiedError
@@ -47,8 +46,11 @@ def error_response(error: Exception) -> Response:
     return response
 
 
-async def read_object(request: Request) -> dict[str, Any]:
-    """The JSON object in the body. ``ApiError`` when it is too large, not UTF-8, not JSON or not an object."""
+async def read_object(request: Request, *, may_be_empty: bool = False) -> dict[str, Any]:
+    """The JSON object in the body. ``ApiError`` when it is too large, not UTF-8, not JSON or not an object.
+
+    With ``may_be_empty`` no body is as good as an empty object.
+    """
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise _too_large()
@@ -57,6 +59,8 @@ async def read_object(request: Request) -> dict[str, Any]:
         body += chunk
         if len(body) > MAX_BODY_BYTES:
             raise _too_large()
+    if may_be_empty and not body:
+        return {}
     try:
         value = json.loads(body.decode())
     except UnicodeDecodeError as error:
@@ -127,20 +131,3 @@ class EventStream(Response):
 
 async def _send_event(send: Send, payload: bytes) -> None:
     await send({"type": "http.response.body", "body": b"data: " + payload + b"\n\n", "more_body": True})
-
-
-class ApiKeyMiddleware:
-    """Lets through only requests that carry the key; health checks and pre-flight requests need none."""
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        open_to_all = scope["type"] != "http" or scope["method"] == "OPTIONS" or scope["path"].startswith("/health")
-        given = b"" if open_to_all else dict(scope["headers"]).get(b"authorization", b"")
-        if open_to_all or hmac.compare_digest(given, self._expected):
-            await self._app(scope, receive, send)
-            return
-        message = "the API key is wrong" if given else "the API key is missing: send it as a bearer token"
-        await error_response(ApiError(401, message, code="invalid_api_key"))(scope, receive, send)

@@ -7,6 +7,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from sglang.srt.managers.histogram import STEP_BOUNDS_S, Histogram
+
 logger = logging.getLogger(__name__)
 
 
@@ -62,6 +64,9 @@ class SchedulerMetrics:
         """Count from zero, as if just started."""
         self.totals = Totals(accepted_by_position=[0] * self._num_drafts)
         self.last_gen_throughput = 0.0
+        self.last_accept_length = 0.0
+        self.prefill_step_s = Histogram(STEP_BOUNDS_S)
+        self.decode_step_s = Histogram(STEP_BOUNDS_S)
         self.begin_interval()
 
     def begin_interval(self) -> None:
@@ -92,14 +97,14 @@ class SchedulerMetrics:
         """A line about the interval that ends now."""
         elapsed_s = time.monotonic() - self._interval_start_s
         self.last_gen_throughput = self._interval_tokens / max(elapsed_s, 1e-9)
-        accept_len = self._interval_tokens / max(self._interval_rows, 1)
+        self.last_accept_length = self._interval_tokens / max(self._interval_rows, 1)
         logger.info(
             "Decode batch. #running-req: %d, #token: %d, token usage: %.2f, %sgen throughput (token/s): %.1f, "
             "#queue-req: %d",
             load.num_running,
             load.used_tokens,
             load.token_usage,
-            f"accept len: {accept_len:.2f}, " if self._num_drafts else "",
+            f"accept len: {self.last_accept_length:.2f}, " if self._num_drafts else "",
             self.last_gen_throughput,
             load.num_queued,
         )
@@ -111,8 +116,11 @@ class SchedulerMetrics:
             "uptime_s": time.monotonic() - self._start_s,
             "last_gen_throughput": self.last_gen_throughput,
             "totals": asdict(self.totals),
+            "prefill_step_s": self.prefill_step_s.to_dict(),
+            "decode_step_s": self.decode_step_s.to_dict(),
         }
         if self._num_drafts:
+            info["last_spec_accept_length"] = self.last_accept_length
             info["avg_spec_accept_length"] = self.totals.accept_length
             info["spec_accept_by_position"] = self.totals.accept_rate_by_position
         return info

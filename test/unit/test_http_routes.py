@@ -1,0 +1,182 @@
+"""Keys, small routes and pausing, over a scheduler that echoes prompts and without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from fixtures.echo_scheduler import INFO, EchoScheduler
+from sglang.srt.entrypoints.http_app import build_app
+from sglang.srt.entrypoints.server_state import load_server_tokenizer
+from sglang.srt.managers.channel import make_memory_channel
+from sglang.srt.managers.io_struct import ControlReq, SchedulerReady
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.server_args import ServerArgs, resolve_server_args
+
+RESOLVED = resolve_server_args(ServerArgs(model_path="tiny-gemma4", served_model_name="pet", device="cpu"))
+TOKENIZER = load_server_tokenizer(RESOLVED)
+ADMIN_PATHS = ("/flush_cache", "/abort_request", "/pause_generation", "/continue_generation")
+Work = Callable[[httpx.AsyncClient], Awaitable[None]]
+
+
+@asynccontextmanager
+async def _client(step_s: float, **args: Any) -> AsyncIterator[httpx.AsyncClient]:
+    scheduler_channel, channel = make_memory_channel(asyncio.get_running_loop())
+    thread = threading.Thread(target=EchoScheduler(scheduler_channel, step_s=step_s).run)
+    thread.start()
+    ready = await channel.recv()
+    assert isinstance(ready, SchedulerReady)
+    manager = TokenizerManager(channel, TOKENIZER, ready)
+    manager.start()
+    app = build_app(RESOLVED.derive(**args), manager, None)
+    try:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=10) as client:
+            yield client
+    finally:
+        channel.send(ControlReq("shutdown", "shutdown"))
+        await asyncio.to_thread(thread.join)
+        await manager.close()
+
+
+def _run(work: Work, step_s: float = 0.0, **args: Any) -> None:
+    async def main() -> None:
+        async with _client(step_s, **args) as client:
+            await asyncio.wait_for(work(client), 20)
+
+    asyncio.run(main())
+
+
+def _bearer(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "user_opens", "admin_opens"),
+    [
+        ({}, (None, "user", "admin", "no"), (None, "user", "admin", "no")),
+        ({"api_key": "user"}, ("user",), ("user",)),
+        ({"admin_api_key": "admin"}, (None, "user", "admin", "no"), ("admin",)),
+        ({"api_key": "user", "admin_api_key": "admin"}, ("user", "admin"), ("admin",)),
+    ],
+)
+def test_which_key_opens_what(keys: dict[str, str], user_opens: tuple[Any, ...], admin_opens: tuple[Any, ...]) -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        for key in (None, "user", "admin", "no", "adminx"):
+            for paths, opens in ((("/v1/models", "/tokenize", "/nothing"), user_opens), (ADMIN_PATHS, admin_opens)):
+                for path in paths:
+                    reply = await client.post(path, headers=_bearer(key))
+                    is_open = key in opens or (key == "adminx" and "no" in opens)
+                    assert (reply.status_code != 401) == is_open, (path, key, reply.text)
+                    if not is_open:
+                        error = reply.json()["error"]
+                        named = "admin API key" if path in ADMIN_PATHS and "admin_api_key" in keys else "the API key"
+                        assert named in error["message"] and error["code"] == "invalid_api_key"
+                        assert reply.headers["www-authenticate"] == "Bearer"
+            for path in ("/health", "/ping", "/ready", "/metrics"):
+                assert (await client.get(path, headers=_bearer(key))).status_code in (200, 404)
+        other = await client.post("/flush_cache", headers={"Authorization": "admin"})
+        assert (other.status_code == 401) == bool(keys)
+
+    _run(work, **keys)
+
+
+def test_tokenize_and_back() -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        texts = ["Hello world", "naïve ☃ 𝄞", "<bos>twice"]
+        for path in ("/tokenize", "/v1/tokenize"):
+            one = (await client.post(path, json={"prompt": texts[0]})).json()
+            ids = TOKENIZER.encode(texts[0])
+            assert one == {"tokens": ids, "count": len(ids), "max_model_len": INFO["context_len"]}
+            many = (await client.post(path, json={"model": "pet", "prompt": texts})).json()
+            assert many["count"] == [len(ids) for ids in many["tokens"]] and many["tokens"][0] == ids
+        plain = {"prompt": texts, "add_special_tokens": False}
+        bare = (await client.post("/tokenize", json=plain)).json()["tokens"]
+        assert bare == [TOKENIZER.encode(text, add_special_tokens=False) for text in texts]
+        for path in ("/detokenize", "/v1/detokenize"):
+            back = (await client.post(path, json={"tokens": many["tokens"]})).json()["text"]
+            assert back == ["Hello world", "naïve ☃ 𝄞", "twice"]
+            assert (await client.post(path, json={"tokens": bare[0]})).json() == {"text": texts[0]}
+            shown = await client.post(path, json={"tokens": bare[2], "skip_special_tokens": False})
+            assert shown.json()["text"] == texts[2]
+            assert (await client.post(path, json={"tokens": [[]]})).json() == {"text": [""]}
+
+    _run(work)
+
+
+BAD = [
+    ("/tokenize", {}, 400, "prompt must be a string", "prompt"),
+    ("/tokenize", {"prompt": ["a", 1]}, 400, "prompt must be a string", "prompt"),
+    ("/tokenize", {"prompt": "\ud800"}, 400, "prompt is not valid Unicode", "prompt"),
+    ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, 400, "add_special_tokens must be", "add_special_tokens"),
+    ("/tokenize", {"prompt": "a", "model": "gpt"}, 404, "the model 'gpt' does not exist", "model"),
+    ("/tokenize", {"prompt": "a", "stream": True}, 400, "stream is not a known field", "stream"),
+    ("/detokenize", {"tokens": "a"}, 400, "tokens must be a list of token ids", "tokens"),
+    ("/detokenize", {"tokens": [1, True]}, 400, "tokens must be a list of token ids", "tokens"),
+    ("/detokenize", {"tokens": [4096]}, 400, "tokens has the token id 4096", "tokens"),
+    ("/detokenize", {"tokens": [[1], [-1]]}, 400, "tokens has the token id -1", "tokens"),
+    ("/detokenize", {"tokens": [1], "model": 5}, 404, "the model 5 does not exist", "model"),
+    ("/pause_generation", {"mode": "in_place"}, 400, "mode must be 'abort', got 'in_place'", "mode"),
+]
+
+
+def test_bad_bodies() -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        for path, body, status, message, param in BAD:
+            reply = await client.post(path, content=json.dumps(body).encode())
+            error = reply.json()["error"]
+            assert reply.status_code == status and message in error["message"], (path, body, error)
+            assert error["param"] == param
+        assert (await client.get("/ready")).status_code == 200, "a bad request paused the server"
+
+    _run(work)
+
+
+def test_metrics_are_off_unless_asked_for() -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        reply = await client.get("/metrics")
+        assert reply.status_code == 404 and "--enable-metrics" in reply.json()["error"]["message"]
+
+    _run(work)
+
+
+def test_no_page_of_another_site_may_ask() -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        asked = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+        for reply in (await client.options("/generate", headers=asked), await client.get("/v1/models", headers=asked)):
+            assert not [name for name in reply.headers if name.startswith("access-control")]
+
+    _run(work)
+
+
+def test_pausing_aborts_and_holds_until_it_is_continued() -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        body = {"input_ids": [50], "sampling_params": {"max_new_tokens": 60}}
+        running = asyncio.ensure_future(client.post("/generate", json=body))
+        await asyncio.sleep(0.1)
+        assert (await client.post("/pause_generation")).json() == {"status": "ok", "aborted": 1}
+        assert (await running).json()["meta_info"]["finish_reason"]["type"] == "abort"
+        short = {"input_ids": [50], "sampling_params": {"max_new_tokens": 2}}
+        held = asyncio.ensure_future(client.post("/generate", json=short))
+        left = asyncio.ensure_future(client.post("/generate", json=short | {"rid": "left"}))
+        await asyncio.sleep(0.2)
+        assert not held.done() and not left.done()
+        left.cancel()
+        for path in ("/ready", "/health_generate"):
+            reply = await client.get(path)
+            assert reply.status_code == 503 and "paused" in reply.json()["error"]["message"]
+        assert (await client.get("/ping")).status_code == 200
+        assert (await client.post("/pause_generation", json={"mode": "abort"})).json()["aborted"] == 0
+        assert (await client.post("/continue_generation")).json() == {"status": "ok"}
+        assert (await held).json()["output_ids"] == [50, 50]
+        assert (await client.get("/ready")).status_code == 200
+        again = await client.post("/generate", json=short | {"rid": "left"})
+        assert again.json()["output_ids"] == [50, 50]
+
+    _run(work, step_s=0.05)
