@@ -51,9 +51,18 @@ def test_pool_and_request_rows_fit_the_budget(requests: int | None, page: int) -
     memory = dataclasses.replace(CONFIG, page_size=page, max_running_requests=requests)
     per_token, per_row, budget = 1000, 40_000, 50_000_000
     tokens, max_requests = size_pool(memory, budget, per_token, per_row)
-    assert tokens % page == 0 and max_requests == (requests or 50_000 // 512)
+    rows_in_two_percent = 25
+    assert tokens % page == 0 and max_requests == (requests or rows_in_two_percent)
     taken = (tokens + page) * per_token + (max_requests + 1) * per_row
     assert budget - page * per_token - per_token < taken <= budget
+
+
+def test_the_number_of_requests_follows_from_memory() -> None:
+    """Short rows: by tokens, whatever their number. Long rows: by their part of the memory."""
+    assert size_pool(CONFIG, 100 * GB, 10_000, 4096)[1] == 10_000_000 // 512
+    tokens, max_requests = size_pool(CONFIG, 100 * GB, 10_000, 1 << 19)
+    assert max_requests == 2 * GB // (1 << 19) and tokens > 0.97 * 10_000_000
+    assert size_pool(CONFIG, 100 * GB, 1 << 30, 1 << 32)[1] == 1
 
 
 def test_tokens_that_were_asked_for_are_given() -> None:

@@ -17,7 +17,8 @@ from sglang.srt.utils.device import Device
 # On a CPU memory is shared with everything else, and the pool is far from the limit of speed: stay small by default.
 _CPU_DEFAULT_TOKENS = 1 << 17
 _MEAN_TOKENS_PER_REQUEST = 512
-_MAX_DEFAULT_REQUESTS = 2048
+# Rows of the request table take memory that could hold tokens: no more than this part by default.
+_MAX_ROWS_PART = 1 / 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +99,16 @@ def size_pool(memory: MemoryConfig, num_bytes: int, bytes_per_token: int, row_by
     if memory.max_total_tokens is not None:
         tokens = memory.max_total_tokens // page * page
         return tokens, memory.max_running_requests or _default_requests(tokens)
-    max_requests = memory.max_running_requests or _default_requests(num_bytes // bytes_per_token)
+    max_requests = memory.max_running_requests
+    if max_requests is None:
+        max_requests = _default_requests(num_bytes // bytes_per_token)
+        if row_bytes:
+            max_requests = max(1, min(max_requests, int(num_bytes * _MAX_ROWS_PART) // row_bytes))
     # one row more is the dummy row, one page more the dummy page
     tokens = (num_bytes - (max_requests + 1) * row_bytes) // bytes_per_token - page
     return tokens // page * page, max_requests
 
 
 def _default_requests(tokens: int) -> int:
-    return max(1, min(_MAX_DEFAULT_REQUESTS, tokens // _MEAN_TOKENS_PER_REQUEST))
+    """As many as the pool would hold at a usual length; there is no other limit."""
+    return max(1, tokens // _MEAN_TOKENS_PER_REQUEST)

@@ -2,13 +2,14 @@
 
 The drafts of a round are accepted from the left, so a round of n drafts gains 1 + a_1 + a_1 a_2 + .. + a_1 .. a_n
 tokens on average, where a_j is the share of drafts at position j that are accepted among those reached. Every count
-behind an a_j fades with rounds, seen or not, and where little is left of it the position before answers for it (for the
-first one, a favourable guess). So a length that is not used is not written off for ever: it is tried again now and
-then, and what the trial shows settles it within a few rounds.
+behind an a_j fades with rounds, seen or not, and where little is left of it the position before answers for it. So a
+length that is not used is not written off for ever. Now and then a neighbour of the best length is used, which shows
+what it takes and what is accepted there.
 """
 
 from __future__ import annotations
 
+import bisect
 import logging
 import math
 import time
@@ -19,11 +20,13 @@ from sglang.srt.model_executor.draft_length import least_length
 
 logger = logging.getLogger(__name__)
 
-_GUESS = 0.8  # of the first draft's acceptance
-_GUESS_WEIGHT = 2.0  # in observed drafts
+_GUESS = 0.5  # of the first draft's acceptance
+_GUESS_WEIGHT = 1.0  # in observed drafts
+_START = (4.0, 3.2)  # drafts reached and accepted at every position, before there are any: a hopeful start
 _FADE = 1.0 - 1.0 / 32.0  # per round
 _OVERHEAD_RATE = 1.0 / 8.0
-_LEARNING_RATE = 0.1  # of round times, from two rounds that follow each other
+_LEARNING_RATE = 0.25  # of round times, from two rounds that follow each other
+_PROBE_EVERY = 64  # rounds: a neighbour of the best length is timed then
 _MEASURED_ROUNDS = 5
 _MAX_MEASURED_ROWS = 64
 _EVERY_LENGTH_TO = 8
@@ -49,7 +52,7 @@ class RoundTimes:
         self._overhead = 0.0  # of the host, which is the same for every length
 
     def measure(self, run: Callable[[int, int], None], max_rows: int, budget_s: float) -> None:
-        """``run(num_rows, num_drafts)`` is a round. What the budget does not reach is like the last that it did."""
+        """``run(num_rows, num_drafts)`` is a round. What the budget does not reach goes on as what it did."""
         start, num_rows = time.perf_counter(), 1
         while num_rows <= min(max_rows, _MAX_MEASURED_ROWS) and time.perf_counter() - start < budget_s:
             self._measured[num_rows] = self._measure_at(run, num_rows)
@@ -65,7 +68,7 @@ class RoundTimes:
         seconds = {n: _best_of(run, num_rows, n) for n in picked}
         for less, more in pairwise(picked):  # what is measured too high is never a reason to draft more
             seconds[more] = max(seconds[more], seconds[less])
-        return {n: _between(seconds, n) for n in lengths}
+        return {n: _line(seconds, n) for n in lengths}
 
     def of(self, num_rows: int) -> dict[int, float]:
         """Seconds by draft length, from the start of a round to the start of the next."""
@@ -95,15 +98,15 @@ class RoundTimes:
         times[other] *= math.exp(-step)
 
     def _interpolate(self, num_rows: int) -> dict[int, float]:
-        return {n: _between({num: times[n] for num, times in self._measured.items()}, num_rows) for n in self._lengths}
+        return {n: _line({num: times[n] for num, times in self._measured.items()}, num_rows) for n in self._lengths}
 
 
 class Acceptance:
     """Drafts reached and accepted at each position, fading with rounds."""
 
     def __init__(self, num_positions: int) -> None:
-        self._reached = [0.0] * num_positions
-        self._accepted = [0.0] * num_positions
+        self._reached = [_START[0]] * num_positions
+        self._accepted = [_START[1]] * num_positions
 
     def observe(self, num_drafts: int, accept_lens: Sequence[int], caps: Sequence[int]) -> None:
         for j in range(len(self._reached)):
@@ -131,12 +134,19 @@ class AdaptiveLength:
         """``lengths``: those that can be had, ascending, 0 among them."""
         self._lengths = tuple(lengths)
         self._acceptance = Acceptance(self._lengths[-1])
+        self._num_rounds = 0
         self.times = RoundTimes(lengths)
 
     def choose(self, caps: Sequence[int]) -> int:
         most = least_length(self._lengths, max(caps))
         times, gained = self.times.of(len(caps)), self._gains(caps)
-        return max((n for n in self._lengths if n <= most), key=lambda n: gained[n] / times[n])
+        best = max((n for n in self._lengths if n <= most), key=lambda n: gained[n] / times[n])
+        self._num_rounds += 1
+        turn, no_probe = divmod(self._num_rounds, _PROBE_EVERY)
+        if no_probe or not most:
+            return best
+        at = self._lengths.index(best) + (1 if turn % 2 else -1)
+        return min(self._lengths[max(0, min(at, len(self._lengths) - 1))], most)
 
     def observe(self, num_drafts: int, accept_lens: Sequence[int], caps: Sequence[int]) -> None:
         self._acceptance.observe(num_drafts, accept_lens, caps)
@@ -153,12 +163,16 @@ class AdaptiveLength:
         return gained
 
 
-def _between(values: Mapping[int, float], at: int) -> float:
-    """Linear between the two neighbours of ``at``, and level outside."""
-    below = max((key for key in values if key <= at), default=min(values))
-    above = min((key for key in values if key >= at), default=max(values))
-    part = 0.0 if above == below else (at - below) / (above - below)
-    return (1.0 - part) * values[below] + part * values[above]
+def _line(values: Mapping[int, float], at: int) -> float:
+    """Through the two neighbours of ``at``, or through the last two where it lies beyond; never below the last."""
+    keys = sorted(values)
+    if len(keys) == 1:
+        return values[keys[0]]
+    right = min(bisect.bisect_left(keys, at, lo=1), len(keys) - 1)
+    low, high = keys[right - 1], keys[right]
+    part = (at - low) / (high - low)
+    found = (1.0 - part) * values[low] + part * values[high]
+    return max(found, values[high]) if part > 1.0 else found
 
 
 def _best_of(run: Callable[[int, int], None], num_rows: int, num_drafts: int) -> float:

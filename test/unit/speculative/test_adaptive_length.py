@@ -1,0 +1,159 @@
+"""Draft lengths by expected tokens per second, against a simulated machine and simulated acceptance."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from sglang.srt.model_executor.draft_length import FixedLength, least_length
+from sglang.srt.speculative.adaptive_length import Acceptance, AdaptiveLength, RoundTimes, draft_lengths
+
+LENGTHS = tuple(range(8))
+ANY = 1 << 30
+
+
+class Machine:
+    """Rounds of ``fixed + per_draft * n + per_row * rows`` ms beside ``overhead`` ms of the host."""
+
+    def __init__(self, fixed: float, per_draft: float, per_row: float, overhead: float = 0.0) -> None:
+        self.fixed, self.per_draft, self.per_row, self.overhead = fixed, per_draft, per_row, overhead
+
+    def round_s(self, num_rows: int, n: int) -> float:
+        return (self.fixed + self.per_draft * n + self.per_row * num_rows * (n + 1)) / 1e3
+
+    def rate(self, num_rows: int, n: int, rates: Sequence[float]) -> float:
+        """Tokens per second."""
+        gained, reach = 1.0, 1.0
+        for rate in rates[:n]:
+            reach *= rate
+            gained += reach
+        return num_rows * gained / (self.round_s(num_rows, n) + self.overhead / 1e3)
+
+
+def serve(
+    policy: AdaptiveLength, machine: Machine, rates: Sequence[float], num_rows: int, rounds: int, rng: random.Random
+) -> tuple[float, list[int]]:
+    """Tokens per second of simulated rounds, and their lengths."""
+    tokens, seconds, chosen = 0, 0.0, []
+    for _ in range(rounds):
+        n = policy.choose([ANY] * num_rows)
+        lens = []
+        for _ in range(num_rows):
+            accepted = 0
+            while accepted < n and rng.random() < rates[accepted]:
+                accepted += 1
+            lens.append(accepted + 1)
+        took = machine.round_s(num_rows, n) + machine.overhead / 1e3
+        policy.observe(n, lens, [ANY] * num_rows)
+        policy.observe_time(num_rows, n, took)
+        tokens, seconds = tokens + sum(lens), seconds + took
+        chosen.append(n)
+    return tokens / seconds, chosen
+
+
+def measured(machine: Machine, monkeypatch: pytest.MonkeyPatch, lengths: Sequence[int] = LENGTHS) -> AdaptiveLength:
+    """A policy that has measured ``machine``."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def run(num_rows: int, num_drafts: int) -> None:
+        now[0] += machine.round_s(num_rows, num_drafts)
+
+    policy = AdaptiveLength(lengths)
+    policy.times.measure(run, 64, budget_s=3.0)
+    return policy
+
+
+CPU = Machine(2.0, 0.4, 0.2, overhead=1.0)
+GPU = Machine(3.0, 0.15, 0.002)
+EXPENSIVE = Machine(1.0, 2.0, 1.0)
+
+
+@pytest.mark.parametrize("machine", [CPU, GPU, EXPENSIVE])
+@pytest.mark.parametrize("rates", [(0.97,) * 7, (0.8,) * 7, (0.5,) * 7, (0.05,) * 7, (0.95, 0.9, 0.3, 0.1, 0, 0, 0)])
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 16, 32])
+def test_close_to_the_best_fixed_length(
+    machine: Machine, rates: Sequence[float], num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = measured(machine, monkeypatch)
+    rate, chosen = serve(policy, machine, rates, num_rows, 1500, random.Random(1))
+    best = max(machine.rate(num_rows, n, rates) for n in LENGTHS)
+    assert rate > 0.95 * best, (rate, best, chosen[-100:])
+    assert rate > 0.98 * machine.rate(num_rows, 0, rates), (rate, chosen[-100:])
+
+
+def test_a_change_of_the_load_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, rng = measured(CPU, monkeypatch), random.Random(2)
+    for rates, num_rows in (((0.95,) * 7, 1), ((0.05,) * 7, 16), ((0.95,) * 7, 1), ((0.1,) * 7, 1)):
+        _, chosen = serve(policy, CPU, rates, num_rows, 300, rng)
+        best = max(LENGTHS, key=lambda n, rates=rates, num_rows=num_rows: CPU.rate(num_rows, n, rates))  # type: ignore[misc]
+        settled = sorted(chosen[100:])
+        assert abs(settled[len(settled) // 2] - best) <= 1, (best, chosen)
+
+
+def test_a_wrong_measurement_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured while something else slowed the long rounds down, or the short ones."""
+    rates = (0.75, 0.7, 0.6, 0.5, 0.3, 0.3, 0.3)
+    for wrong in (Machine(2.0, 1.6, 0.2), Machine(6.0, 0.05, 0.2)):
+        policy = measured(wrong, monkeypatch)
+        serve(policy, CPU, rates, 4, 3000, random.Random(3))
+        rate, chosen = serve(policy, CPU, rates, 4, 1000, random.Random(4))
+        assert rate > 0.93 * max(CPU.rate(4, n, rates) for n in LENGTHS), chosen[-50:]
+
+
+def test_no_more_drafts_than_requests_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = measured(GPU, monkeypatch)
+    assert policy.choose([0, 0, 0]) == 0
+    assert policy.choose([2, 1]) <= 2
+    assert policy.choose([ANY]) > 2
+    # one of many rows that can use drafts does not pay for all of them
+    expensive = measured(EXPENSIVE, monkeypatch)
+    assert expensive.choose([ANY, *[0] * 15]) == 0
+
+
+def test_drafts_that_a_request_cannot_use_say_nothing_about_acceptance() -> None:
+    acceptance, without = Acceptance(3), Acceptance(3)
+    acceptance.observe(3, [4, 1, 2], [3, 0, 1])
+    without.observe(3, [4, 2], [3, 1])
+    assert acceptance.rates() == without.rates()
+    for accept_len, signs in ((4, "+++"), (2, "+-="), (1, "-==")):
+        acceptance, before = Acceptance(3), Acceptance(3)
+        acceptance.observe(3, [accept_len], [9])
+        before.observe(0, [1], [9])
+        changes = zip(acceptance._reached, before._reached, acceptance._accepted, before._accepted, strict=True)
+        reached = {"+": (1, 1), "-": (1, 0), "=": (0, 0)}
+        for sign, (a, b, c, d) in zip(signs, changes, strict=True):
+            assert (a - b, c - d) == pytest.approx(reached[sign])
+
+
+def test_times_between_measured_numbers_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = measured(CPU, monkeypatch)
+    for num_rows in (1, 3, 13, 64):
+        for n, seconds in policy.times.of(num_rows).items():
+            assert seconds == pytest.approx(CPU.round_s(num_rows, n))
+    assert policy.times.of(500)[3] == pytest.approx(CPU.round_s(500, 3))
+
+
+def test_measuring_ends_with_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[tuple[int, int]] = []
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def run(num_rows: int, num_drafts: int) -> None:
+        runs.append((num_rows, num_drafts))
+        now[0] += 1.0
+
+    RoundTimes(LENGTHS).measure(run, 64, budget_s=2.0)
+    assert {num_rows for num_rows, _ in runs} == {1}
+
+
+def test_lengths() -> None:
+    assert draft_lengths(5, coarse=True) == (0, 2, 5)
+    assert draft_lengths(1, coarse=True) == (0, 1)
+    assert draft_lengths(3, coarse=False) == (0, 1, 2, 3)
+    assert draft_lengths(18, coarse=False) == (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 18)
+    assert [least_length((0, 2, 5), n) for n in (0, 1, 2, 3, 9)] == [0, 2, 2, 5, 5]
+    fixed = FixedLength((0, 2, 5))
+    assert [fixed.choose(caps) for caps in ([0, 0], [0, 1], [ANY])] == [0, 2, 5]
