@@ -60,11 +60,34 @@ def test_grid_of_batch_and_draft_length(kind: str, tiny_checkpoints: Path) -> No
     assert accepted > 0, "no draft was ever accepted, so nothing was tested"
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+TREES = [(1, 2, 3), (1, 3, 4), (2, 2, 4), (3, 2, 11), (3, 3, 3), (4, 3, 9), (6, 2, 7), (6, 3, 16), (5, 3, 20)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grid_of_batch_and_tree(kind: str, tiny_checkpoints: Path) -> None:
+    """Steps, branches and nodes; more nodes than the compiled attention takes among them."""
+    target, assistant = tiny_checkpoints / kind, tiny_checkpoints / f"{kind}-assistant"
+    prompts, params = prompts_of(512, len(BATCHES)), mixed_params(len(BATCHES))
+    plain = SchedulerDriver(target, None, 0)
+    alone = [plain.tokens([prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
+    branched = 0
+    for steps, topk, nodes in TREES:
+        for page_size in (1, 16):
+            options = {"speculative_eagle_topk": topk, "speculative_num_draft_tokens": nodes, "page_size": page_size}
+            driver = SchedulerDriver(target, assistant, steps, **options)
+            for batch in BATCHES[:: 2 if page_size == 1 else 5]:
+                driver.flush()
+                outs = driver.run(prompts[:batch], params[:batch])
+                assert [out.token_ids for out in outs] == alone[:batch], f"{steps=} {topk=} {nodes=} {batch=}"
+            branched += int((driver.worker._buffers.parents[:, 1:].diff(dim=1) == 0).sum())
+    assert branched > 0, "no node had two children, so nothing but chains was tested"
+
+
+@pytest.mark.parametrize(("topk", "page_size"), [(1, 1), (1, 4), (1, 16), (2, 1), (3, 4), (2, 16)])
 @pytest.mark.parametrize("chunk", [5, 2048])
 @pytest.mark.parametrize("kind", ["eseries", "dense_keqv"])
 def test_pages_chunks_prefixes_arrivals_and_sampling(
-    kind: str, chunk: int, page_size: int, tiny_checkpoints: Path
+    kind: str, chunk: int, topk: int, page_size: int, tiny_checkpoints: Path
 ) -> None:
     target, assistant = tiny_checkpoints / kind, tiny_checkpoints / f"{kind}-assistant"
     shared = prompts_of(512, 1, seed=9)[0] * 30
@@ -72,8 +95,9 @@ def test_pages_chunks_prefixes_arrivals_and_sampling(
     params = mixed_params(len(prompts))
     plain = SchedulerDriver(target, None, 0, disable_radix_cache=True)
     alone = [plain.tokens([prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
+    chunk = -(-chunk // page_size) * page_size
     driver = SchedulerDriver(
-        target, assistant, 4, page_size=page_size, chunked_prefill_size=-(-chunk // page_size) * page_size
+        target, assistant, 4, speculative_eagle_topk=topk, page_size=page_size, chunked_prefill_size=chunk
     )
     for arrivals in ([0] * 7, [0, 1, 2, 3, 5, 8, 13]):
         assert driver.tokens(prompts, params, arrivals=arrivals) == alone
@@ -82,14 +106,17 @@ def test_pages_chunks_prefixes_arrivals_and_sampling(
     assert sum(out.cached_tokens for out in outs) > 0, "the second time the prompts come from the prefix cache"
 
 
-def test_requests_that_leave_disturb_nobody(tiny_checkpoints: Path) -> None:
+@pytest.mark.parametrize("topk", [1, 2])
+def test_requests_that_leave_disturb_nobody(topk: int, tiny_checkpoints: Path) -> None:
     target, assistant = tiny_checkpoints / "eseries", tiny_checkpoints / "eseries-assistant"
     prompts, params = prompts_of(512, 8), mixed_params(8)
     plain = SchedulerDriver(target, None, 0)
     alone = [plain.tokens([prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
     rng = random.Random(3)
     for _ in range(6):
-        driver = SchedulerDriver(target, assistant, 3, chunked_prefill_size=11, max_total_tokens=220)
+        driver = SchedulerDriver(
+            target, assistant, 3, speculative_eagle_topk=topk, chunked_prefill_size=11, max_total_tokens=220
+        )
         arrivals = [rng.randrange(6) for _ in prompts]
         aborts = {i: arrivals[i] + rng.randrange(1, 9) for i in rng.sample(range(8), 3)}
         outs = driver.run(prompts, params, arrivals=arrivals, aborts=aborts)
@@ -128,8 +155,9 @@ def test_every_control_is_the_same_on_and_off(names: tuple[str, ...], trained_pa
     alone = [plain.tokens([prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
     bare = [SamplingParams(temperature=p.temperature, sampling_seed=4, max_new_tokens=40) for p in params]
     assert alone != [plain.tokens([q], [b])[0] for q, b in zip(prompts, bare, strict=True)], "the control has no effect"
-    driver = SchedulerDriver(trained_pair.target, trained_pair.assistant, 4)
-    assert driver.tokens(prompts, params) == alone
+    for topk in (1, 2):
+        driver = SchedulerDriver(trained_pair.target, trained_pair.assistant, 4, speculative_eagle_topk=topk)
+        assert driver.tokens(prompts, params) == alone, f"{topk=}"
     if "min_new_tokens" in names:
         assert min(len(tokens) for tokens in alone) >= 12
 

@@ -106,6 +106,31 @@ def test_padded_programs_give_the_tokens_of_exact_steps(kind: str, params_of: An
         assert all(step.batch is None and step.size in SIZES for step in driver.steps)
 
 
+ROUNDS = {
+    "tree": {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6},
+    "bushy tree": {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12, "page_size": 16},
+    "sampled": {"speculative_use_rejection_sampling": True},
+}
+
+
+@pytest.mark.parametrize("params_of", [greedy_params, sampled_params])
+@pytest.mark.parametrize("options", ROUNDS.values(), ids=ROUNDS)
+@pytest.mark.parametrize("kind", ["dense_keqv", "eseries"])
+def test_other_rounds_padded(kind: str, options: dict[str, Any], params_of: Any, tiny_checkpoints: Path) -> None:
+    prompts, params = prompts_of(6), params_of(6)
+    exact = SchedulerDriver(tiny_checkpoints / kind, tiny_checkpoints / f"{kind}-assistant", 3, **options)
+    alone = [exact.tokens([prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
+    if params_of is greedy_params or "speculative_use_rejection_sampling" not in options:
+        plain = SchedulerDriver(tiny_checkpoints / kind, None, 0)
+        assert alone == plain.tokens(prompts, params)
+    driver = Driver(tiny_checkpoints, kind, 3, **options)
+    for batch in (1, 3, 5):
+        driver.flush()
+        assert driver.tokens(prompts[:batch], params[:batch]) == alone[:batch], f"{batch=}"
+    assert driver.tokens(prompts, params, arrivals=[0, 1, 2, 4, 7, 9]) == alone
+    assert all(step.batch is None and step.size in SIZES for step in driver.steps)
+
+
 def test_rows_are_sent_only_when_the_batch_is_another(tiny_checkpoints: Path) -> None:
     params = [
         SamplingParams(temperature=t, max_new_tokens=40, ignore_eos=True, sampling_seed=1) for t in (0.0, 1.0, 0.0)
@@ -146,9 +171,10 @@ def test_batches_without_a_size_run_as_they_are(tiny_checkpoints: Path) -> None:
         assert 6 in exact and padded <= {2, 3} and (1 in exact) == bool(extra)
 
 
+@pytest.mark.parametrize("topk", [1, 3])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_the_draft_program_changes_no_kv(page_size: int, tiny_checkpoints: Path) -> None:
-    driver = Driver(tiny_checkpoints, "eseries", 4, page_size=page_size)
+def test_the_draft_program_changes_no_kv(page_size: int, topk: int, tiny_checkpoints: Path) -> None:
+    driver = Driver(tiny_checkpoints, "eseries", 4, page_size=page_size, speculative_eagle_topk=topk)
     worker = driver.worker
     assert isinstance(worker, FrozenKVMTPWorker)
     draft, digests = worker.round.draft.run, []
@@ -197,8 +223,8 @@ def no_host_reads(driver: Driver) -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["dense", "dense_keqv", "eseries", "unified"])
 def test_a_program_reads_nothing_back(kind: str, params_of: Any, tiny_checkpoints: Path) -> None:
     """But for attention, which plans on the host with this backend, and experts, whose reference does."""
-    for num_steps in (0, 3):
-        driver = Driver(tiny_checkpoints, kind, num_steps)
+    for num_steps, options in ((0, {}), *((3, options) for options in ({}, *ROUNDS.values()))):
+        driver = Driver(tiny_checkpoints, kind, num_steps, **options)
         driver._watched_run = driver._run  # type: ignore[method-assign]  # which itself reads
         driver.loop.runner.run = driver._run  # type: ignore[method-assign]
         with no_host_reads(driver):
