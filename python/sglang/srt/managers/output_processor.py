@@ -85,7 +85,7 @@ class OutputProcessor:
             gained += kept
             if num_drafts:
                 # the last token of a run is the target's own, those before it are accepted drafts
-                self._count_accepted(req, min(kept, len(run) - 1))
+                self._count_round(req, num_drafts, min(kept, len(run) - 1))
         self._metrics.count_decode(num_rows, gained)
 
     def _append(self, req: Req, run: Sequence[int], outputs: ReqOutputs | None) -> int:
@@ -104,7 +104,8 @@ class OutputProcessor:
             self._finish(req, finish)
         return kept
 
-    def _count_accepted(self, req: Req, num_accepted: int) -> None:
+    def _count_round(self, req: Req, num_drafts: int, num_accepted: int) -> None:
+        req.num_drafted += num_drafts
         if not req.accepted_by_position:
             req.accepted_by_position = [0] * self._num_drafts
         req.verify_ct += 1
@@ -144,4 +145,4 @@ class OutputProcessor:
 
     def _spec_stats(self, req: Req) -> SpecStats:
         by_position = tuple(req.accepted_by_position) or (0,) * self._num_drafts
-        return SpecStats(req.verify_ct, sum(by_position), req.verify_ct * self._num_drafts, by_position)
+        return SpecStats(req.verify_ct, sum(by_position), req.num_drafted, by_position)

@@ -50,6 +50,7 @@ class Req:
     first_run_s: float | None = None
     sent_len: int = 0  # output tokens already sent to the user
     verify_ct: int = 0
+    num_drafted: int = 0  # drafts verified in these rounds
     accepted_by_position: list[int] = field(default_factory=list)
     regex_stops: RegexStops | None = None  # has read the text so far
     logit_processor: CustomLogitProcessor | None = None

@@ -29,10 +29,16 @@ from sglang.srt.speculative.frozen_kv_mtp_tree import (
 
 
 def round_lengths(spec: SpecConfig, *, captured: bool) -> tuple[int, ...]:
-    """How many drafts a round may verify, ascending. A tree is drafted whole or not at all."""
+    """How many drafts a round may verify, ascending. A tree is drafted whole or not at all.
+
+    What a seed draws with sampled drafts depends on where rounds end: they are of one length, whatever the rest of a
+    batch could use, so that a seed draws the same in any batch.
+    """
     most = spec.num_draft_tokens - 1
     if spec.topk > 1:
         return (0, most)
+    if spec.sample_drafts and not spec.adaptive:
+        return (most,)
     return draft_lengths(most, coarse=captured) if spec.adaptive or not captured else (most,)
 
 
