@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -138,8 +139,11 @@ BAD_SAMPLING = [
     ("stream_options", {"include_usage": True}, r"stream_options is only allowed with stream true"),
     ("stream_options", "x", r"stream_options must be an object"),
     ("lora_path", "x", r"lora_path is not supported yet"),
-    ("response_format", {"type": "json_object"}, r"response_format is not supported yet"),
-    ("regex", "a+", r"regex is not supported yet"),
+    ("response_format", {"type": "json"}, r"response_format must be an object with a type of text, json_object"),
+    ("response_format", {"type": "json_schema"}, r"response_format.json_schema must be like"),
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": 5}}, r"response_format.json_schema must be"),
+    ("regex", "", r"regex must be a text that is not empty"),
+    ("ebnf", {"root": 1}, r"ebnf must be a text that is not empty"),
     ("temprature", 1, r"temprature is not a known field"),
 ]
 
@@ -155,6 +159,65 @@ def test_bad_values_name_the_field_that_the_user_sent(make: Any, field: str, val
     assert "max_new_tokens" not in caught.value.message and "sampling_seed" not in caught.value.message
 
 
+def _tool(name: str, **values: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **values}}
+
+
+def _choice(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def _called(*, id: str = "c1", type: str = "function", name: str = "f", arguments: Any = '{"a": 1}') -> list[Any]:
+    """A conversation whose last message calls a tool."""
+    call = {"id": id, "type": type, "function": {"name": name, "arguments": arguments}}
+    return [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+def _result(call_id: str, content: Any = "done") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def test_calls_and_results_as_templates_take_them() -> None:
+    results = [_result("c1", '{"b": [1, null]}'), _result("c1", "[1]"), _result("c1", [{"type": "text", "text": "x"}])]
+    asked, *answers = _chat(messages=[*_called(), *results]).messages[1:]
+    assert asked["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}} and asked["content"] == ""
+    assert [answer["content"] for answer in answers] == [{"b": [1, None]}, "[1]", "x"]
+    assert {answer["name"] for answer in answers} == {"f"}
+    for nothing in (None, "", "{}", {}):
+        asked = _chat(messages=_called(arguments=nothing)).messages[1]
+        assert asked["tool_calls"][0]["function"]["arguments"] == {}
+    thought = {"role": "assistant", "reasoning_content": "hm", "content": "a"}
+    assert _chat(messages=[*HELLO, thought]).messages[1] == thought | {"reasoning": "hm"}
+
+
+def test_choice_of_tools() -> None:
+    tools = [_tool("f"), _tool("g", description="G.", parameters={"type": "object", "properties": {"x": {}}})]
+    use = _chat(tools=tools).tool_use
+    assert use.names == ("f", "g") and not use.required and use.parallel
+    assert use.tools[0]["function"]["parameters"] == {"type": "object", "properties": {}, "required": []}
+    assert use.tools[1]["function"]["parameters"]["properties"] == {"x": {}}
+    assert _chat(tools=tools, tool_choice="none").tool_use.tools == ()
+    assert _chat(tools=tools, tool_choice="required", parallel_tool_calls=False).tool_use == dataclasses.replace(
+        use, required=True, parallel=False
+    )
+    assert _chat(tools=tools, tool_choice=_choice("g")).tool_use == dataclasses.replace(use, required=True, name="g")
+
+
+@pytest.mark.parametrize(
+    "body, expected",
+    [
+        ({}, {}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
+        ({"enable_thinking": True}, {"enable_thinking": True}),
+        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
+        ({"chat_template_kwargs": {"x": [1]}}, {"x": [1]}),
+    ],
+)
+def test_variables_of_the_template(body: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert _chat(**body).template_kwargs == expected
+
+
 BAD_CHAT = [
     ({"messages": None}, "messages", "must be a list of messages that is not empty"),
     ({"messages": []}, "messages", "must be a list of messages that is not empty"),
@@ -162,7 +225,8 @@ BAD_CHAT = [
     ({"messages": ["hello"]}, "messages[0]", "must be an object"),
     ({"messages": [{"content": "a"}]}, "messages[0].role", "must be one of"),
     ({"messages": [*HELLO, {"role": "robot", "content": "a"}]}, "messages[1].role", "must be one of"),
-    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "not supported yet"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "only allowed behind a message"),
+    ({"messages": [{"role": "function", "content": "a"}]}, "messages[0].role", "give results as role tool"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "must be a string or a list of content parts"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "must be a string"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "must be a string"),
@@ -170,17 +234,61 @@ BAD_CHAT = [
     ({"messages": [{"role": "user", "content": "a", "name": 5}]}, "messages[0].name", "must be a string"),
     (
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
-        "messages[0].tool_calls",
-        "not supported",
+        "messages[0].tool_calls[0]",
+        "must be like",
     ),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls", "only allowed in"),
+    ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls", "must be a list"),
+    ({"messages": _called(id="")}, "messages[1].tool_calls[0].id", "must be a string that is not empty"),
+    ({"messages": _called(type="code")}, "messages[1].tool_calls[0].type", "must be function"),
+    ({"messages": _called(arguments="[1]")}, "messages[1].tool_calls[0].function.arguments", "text of a JSON object"),
+    ({"messages": _called(arguments="{")}, "messages[1].tool_calls[0].function.arguments", "text of a JSON object"),
+    ({"messages": _called(name="a b")}, "messages[1].tool_calls[0].function.name", "letters, digits"),
+    ({"messages": [*_called(), {"role": "tool", "content": "a"}]}, "messages[2].tool_call_id", "the id of a call"),
+    ({"messages": [*_called(), _result("other")]}, "messages[2].tool_call_id", "the id of a call before it ('c1')"),
+    ({"messages": [*_called(), *HELLO, _result("c1")]}, "messages[3].role", "only allowed behind a message"),
+    ({"messages": [*_called(), _result("c1", content=None)]}, "messages[2].content", "must be a string"),
+    ({"messages": _called(), "continue_final_message": True}, "continue_final_message", "without tool_calls"),
     ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "must be an object"),
     ({"continue_final_message": True}, "continue_final_message", "needs an assistant message"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude each other"),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
-    ({"tool_choice": "required"}, "tool_choice", "not supported yet"),
+    ({"tools": {}, "tool_choice": "auto"}, "tools", "must be a list of at most"),
+    ({"tools": [5]}, "tools[0]", "must be an object"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "must be function"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "must be an object"),
+    ({"tools": [_tool("")]}, "tools[0].function.name", "must be 1 to 128 letters"),
+    ({"tools": [_tool("f{")]}, "tools[0].function.name", "must be 1 to 128 letters"),
+    ({"tools": [_tool("f", description=1)]}, "tools[0].function.description", "must be a string"),
+    ({"tools": [_tool("f", parameters=[])]}, "tools[0].function.parameters", "must be a JSON schema"),
+    ({"tools": [_tool("f"), _tool("f")]}, "tools[1].function.name", "the name of another tool"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools, and there are none"),
+    ({"tool_choice": "any"}, "tool_choice", "must be auto, none, required or name a function"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice", "or like"),
+    ({"tools": [_tool("f")], "tool_choice": _choice("g")}, "tool_choice", "which is not among the tools"),
+    ({"tools": [_tool("f")], "tool_choice": "required", "regex": "a"}, "tool_choice", "and regex asks for another"),
+    (
+        {"tools": [_tool("f")], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "tool_choice",
+        "and response_format asks for another form",
+    ),
+    (
+        {"tools": [_tool("f")], "tool_choice": "required", "add_generation_prompt": False},
+        "tool_choice",
+        "needs add_generation_prompt",
+    ),
+    ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "must be true or false"),
+    ({"separate_reasoning": 1}, "separate_reasoning", "must be true or false"),
+    ({"stream_reasoning": "yes"}, "stream_reasoning", "must be true or false"),
+    ({"enable_thinking": "yes"}, "enable_thinking", "must be true or false"),
+    (
+        {"chat_template_kwargs": {"enable_thinking": "false"}},
+        "chat_template_kwargs.enable_thinking",
+        "must be true or false",
+    ),
+    ({"max_thinking_tokens": -1}, "max_thinking_tokens", "must be an integer"),
     ({"logprobs": True}, "logprobs", "not supported yet"),
     ({"top_logprobs": 3}, "top_logprobs", "not supported yet"),
-    ({"reasoning_effort": "high"}, "reasoning_effort", "not supported yet"),
+    ({"reasoning_effort": "much"}, "reasoning_effort", "must be one of none, minimal"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "not a known field"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "must be true or false"),
 ]
@@ -247,12 +355,14 @@ def _output(index: int, **values: Any) -> GenerateOutput:
 
 
 def test_usage_counts_a_prompt_once() -> None:
-    totals = usage([_output(index) for index in range(6)], num_samples=3)
+    totals = usage([_output(index) for index in range(6)], num_samples=3, reasoning_tokens=3)
     assert totals == {
         "prompt_tokens": 10,
         "completion_tokens": 12,
         "total_tokens": 22,
+        "reasoning_tokens": 3,
         "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 3},
     }
 
 

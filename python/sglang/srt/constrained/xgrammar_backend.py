@@ -22,13 +22,14 @@ _POSITION = re.compile(r"^(?:\[[\d:]+\] \S+:\d+: )?(?:Check failed: \(.*?\) is f
 
 
 class XGrammar:
-    """A matcher of xgrammar."""
+    """A matcher of xgrammar. ``textless``: tokens that it never accepts, and would report each time."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, textless: frozenset[int]) -> None:
         self._matcher = matcher
+        self._textless = textless
 
     def accept(self, token_id: int) -> bool:
-        return bool(self._matcher.accept_token(token_id))
+        return token_id not in self._textless and bool(self._matcher.accept_token(token_id))
 
     def fill_mask(self, masks: torch.Tensor, row: int) -> None:
         self._matcher.fill_next_token_bitmask(masks, row)
@@ -41,7 +42,7 @@ class XGrammar:
         return bool(self._matcher.is_terminated())
 
     def fork(self) -> XGrammar:
-        return XGrammar(self._matcher.fork())
+        return XGrammar(self._matcher.fork(), self._textless)
 
 
 class XGrammarBackend:
@@ -71,7 +72,8 @@ class XGrammarBackend:
         except (RuntimeError, ValueError, TypeError, RecursionError) as error:
             reason = _POSITION.sub("", str(error)).strip().rstrip(".") or type(error).__name__
             raise ValueError(f"{kind} cannot be used: {reason[:_MAX_REASON_CHARS]}") from error
-        return XGrammar(xgrammar.GrammarMatcher(compiled))
+        textless = frozenset(compiled.tokenizer_info.special_token_ids)
+        return XGrammar(xgrammar.GrammarMatcher(compiled), textless)
 
     def _compile(self, compiler: Any, kind: GrammarKind, text: str) -> Any:
         if kind == "regex":
@@ -90,14 +92,7 @@ class XGrammarBackend:
     def _structural_tag(self, value: Any) -> Any:
         """The form with ``format``, also for the older one of ``structures`` and ``triggers``."""
         if isinstance(value, dict) and "structures" in value:
-            tags = [
-                {
-                    "begin": item["begin"],
-                    "content": {"type": "json_schema", "json_schema": item.get("schema", True)},
-                    "end": item["end"],
-                }
-                for item in value["structures"]
-            ]
+            tags = [_tag(item) for item in value["structures"]]
             tag_format = {"type": "triggered_tags", "triggers": value.get("triggers", []), "tags": tags}
             value = {"type": "structural_tag", "format": tag_format}
         return self._bound_whitespace(value)
@@ -136,6 +131,14 @@ class XGrammarBackend:
                 # compiled grammars are kept by whoever asks for them
                 self._compilers[visible] = xgrammar.GrammarCompiler(info, cache_enabled=False)
             return self._compilers[visible]
+
+
+def _tag(item: Any) -> dict[str, Any]:
+    """One entry of ``structures`` as one of ``tags``."""
+    if not isinstance(item, dict) or "begin" not in item or "end" not in item:
+        raise ValueError(f"structures must be objects with begin, schema and end, got {item!r:.100}")
+    content = {"type": "json_schema", "json_schema": item.get("schema", True)}
+    return {"begin": item["begin"], "content": content, "end": item["end"]}
 
 
 def _xgrammar() -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.constrained.base_grammar import GRAMMAR_KINDS
 from sglang.srt.entrypoints.errors import ApiError, bad_field
 from sglang.srt.entrypoints.native_protocol import check_fields, parse_ids, parse_texts
 from sglang.srt.managers.generate_output import GenerateOutput
@@ -15,8 +16,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 # field of a request -> name in SamplingParams
 _SAMPLING_FIELDS: Mapping[str, str] = {
+    "ebnf": "ebnf",
     "frequency_penalty": "frequency_penalty",
     "ignore_eos": "ignore_eos",
+    "json_schema": "json_schema",
     "logit_bias": "logit_bias",
     "max_tokens": "max_new_tokens",
     "min_p": "min_p",
@@ -24,12 +27,14 @@ _SAMPLING_FIELDS: Mapping[str, str] = {
     "n": "n",
     "no_stop_trim": "no_stop_trim",
     "presence_penalty": "presence_penalty",
+    "regex": "regex",
     "repetition_penalty": "repetition_penalty",
     "seed": "sampling_seed",
     "skip_special_tokens": "skip_special_tokens",
     "spaces_between_special_tokens": "spaces_between_special_tokens",
     "stop": "stop",
     "stop_token_ids": "stop_token_ids",
+    "structural_tag": "structural_tag",
     "temperature": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -44,7 +49,7 @@ _NO_EFFECT = (
     "store",
     "user",
 )
-_COMMON = (*_SAMPLING_FIELDS, *_NO_EFFECT, "model", "rid", "stream", "stream_options")
+_COMMON = (*_SAMPLING_FIELDS, *_NO_EFFECT, "model", "response_format", "rid", "stream", "stream_options")
 _CHAT_FIELDS = (
     *_COMMON,
     "add_generation_prompt",
@@ -56,16 +61,11 @@ _CHAT_FIELDS = (
 _COMPLETION_FIELDS = (*_COMMON, "prompt")
 _LATER: Mapping[str, tuple[Any, ...]] = {
     "custom_logit_processor": (),
-    "ebnf": (),
-    "json_schema": (),
     "logprobs": (),
     "lora_path": (),
     "priority": (),
-    "regex": (),
-    "response_format": ({"type": "text"},),
     "return_hidden_states": (),
     "session_params": (),
-    "structural_tag": (),
 }
 _CHAT_LATER: Mapping[str, tuple[Any, ...]] = {
     **_LATER,
@@ -86,6 +86,7 @@ _CHAT_LATER: Mapping[str, tuple[Any, ...]] = {
 }
 _COMPLETION_LATER: Mapping[str, tuple[Any, ...]] = {**_LATER, "best_of": (1,), "echo": (), "suffix": ()}
 
+_RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _COMPLETION_MAX_TOKENS = 16
 _ROLES = ("system", "developer", "user", "assistant")
 _MEDIA = ("image", "audio", "video", "file")
@@ -155,6 +156,8 @@ def in_openai_terms(error: ValueError, body: Mapping[str, Any]) -> ApiError:
     names = {internal: field for field, internal in _SAMPLING_FIELDS.items()}
     if body.get("max_completion_tokens") is not None:
         names["max_new_tokens"] = "max_completion_tokens"
+    if body.get("response_format") is not None:
+        names |= dict.fromkeys(("json_schema", "structural_tag"), "response_format")
     text = str(error).removeprefix("sampling_params.")
     message = re.sub(r"^\w+(?= )|(?<= )(?:max|min)_new_tokens(?= )", lambda m: names.get(m[0], m[0]), text)
     field = message.split(" ", 1)[0]
@@ -166,6 +169,7 @@ def _parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any], length_
     given = {internal: body[field] for field, internal in _SAMPLING_FIELDS.items() if body.get(field) is not None}
     if body.get(length_field) is not None:
         given["max_new_tokens"] = body[length_field]
+    given |= _parse_response_format(body.get("response_format"), given)
     stream = _flag(body, "stream", False)
     return RequestOptions(
         model=_text(body, "model"),
@@ -175,6 +179,35 @@ def _parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any], length_
         include_usage=_parse_stream_options(body.get("stream_options"), stream),
         clamp_length="max_new_tokens" not in given,
     )
+
+
+def _parse_response_format(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The grammar that ``response_format`` stands for, by its name in SamplingParams; ``given``: other controls."""
+    if value is None:
+        return {}
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in _RESPONSE_FORMATS:
+        allowed = ", ".join(_RESPONSE_FORMATS)
+        raise bad_field("response_format", f"must be an object with a type of {allowed}, got {value!r:.200}")
+    if kind == "text":
+        return {}
+    other = next((name for name in GRAMMAR_KINDS if name in given), None)
+    if other is not None:
+        raise bad_field("response_format", f"and {other} exclude each other: give one of them")
+    if kind == "structural_tag":
+        return {"structural_tag": value}
+    if kind == "json_object":
+        return {"json_schema": {"type": "object"}}
+    path = "response_format.json_schema"
+    form = value.get("json_schema")
+    if not isinstance(form, dict) or not isinstance(form.get("schema"), (dict, bool)):
+        raise bad_field(path, f'must be like {{"name": "...", "schema": {{...}}}}, got {form!r:.200}')
+    if not isinstance(form.get("name", ""), str):
+        raise bad_field(f"{path}.name", f"must be a string, got {form['name']!r:.200}")
+    # a schema is always kept to, so what ``strict`` says makes no difference
+    if not isinstance(form.get("strict"), (bool, type(None))):
+        raise bad_field(f"{path}.strict", f"must be true or false, got {form['strict']!r:.200}")
+    return {"json_schema": form["schema"]}
 
 
 def _parse_stream_options(value: Any, stream: bool) -> bool:

@@ -38,6 +38,47 @@ def apply_grammar_masks(
     _mask_rows(logits, index.view(-1).to(logits.device), masks.to(logits.device))
 
 
+class GrammarDrafts:
+    """The grammars of a batch while it is drafted for, so that drafts are such as they allow.
+
+    ``mask`` before each draft is chosen, ``accept`` when it is, and ``close`` at the end, which leaves every grammar
+    where it was.
+    """
+
+    def __init__(self, reqs: Sequence[Req]) -> None:
+        self._grammars = {b: req.grammar for b, req in enumerate(reqs) if req.grammar is not None}
+        self._taken = dict.fromkeys(self._grammars, 0)
+        self._open = list(self._grammars)  # rows whose drafts are legal so far, and not at their end
+
+    @classmethod
+    def of(cls, reqs: Sequence[Req]) -> GrammarDrafts | None:
+        """None if no request has a grammar."""
+        return cls(reqs) if any(req.grammar is not None for req in reqs) else None
+
+    def mask(self, logits: torch.Tensor) -> None:
+        """Edit ``logits`` [B, V] of the next draft in place."""
+        if not self._open:
+            return
+        masks = allocate_masks(len(self._open), logits.shape[1])
+        for row, b in enumerate(self._open):
+            self._grammars[b].fill_mask(masks, row)
+        _mask_rows(logits, torch.tensor(self._open, device=logits.device), masks.to(logits.device))
+
+    def accept(self, tokens: torch.Tensor) -> None:
+        """``tokens`` [B] int64: the drafts that were chosen."""
+        chosen = tokens.tolist()
+        for b in tuple(self._open):
+            accepted = self._grammars[b].accept(chosen[b])
+            self._taken[b] += accepted
+            if not accepted or self._grammars[b].is_terminated:
+                self._open.remove(b)
+
+    def close(self) -> None:
+        for b, num_tokens in self._taken.items():
+            if num_tokens:
+                self._grammars[b].rollback(num_tokens)
+
+
 def _mask_rows(logits: torch.Tensor, index: torch.Tensor, masks: torch.Tensor) -> None:
     """Rows ``index`` of ``logits`` by ``masks`` [len(index), W] int32, on the same device."""
     bits = torch.arange(8, dtype=torch.uint8, device=masks.device)

@@ -14,6 +14,7 @@ import torch
 
 from sgl_kernel.decode_step import advance_rows
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.grammar_mask import GrammarDrafts
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphProgram, Step
 from sglang.srt.model_executor.decode_programs import VerifyBuffers, committed_lens
 from sglang.srt.model_executor.decode_rows import DecodeRows
@@ -78,19 +79,35 @@ class FrozenKVMTPDraftProgram:
         )
         token, hidden = rows.bonus_tokens, out.hidden_states
         fb = target_kv_pool_view(self._context, geometry, self._backend.init_forward_metadata(geometry), token)
+        grammars = None if step.batch is None else GrammarDrafts.of(step.batch.reqs)
         chain = [token]
         for index in range(step.width - 1):
             state, hidden = self.model.forward(with_tokens(fb, token), hidden)
-            token = self.pick(step, rows, out, index, state)
+            token = self.pick(step, rows, out, index, state, grammars)
             chain.append(token)
+            if grammars is not None:
+                grammars.accept(token)
+        if grammars is not None:
+            grammars.close()
         torch.stack(chain, dim=1, out=out.draft_tokens)
 
     def pick(
-        self, step: Step, rows: DecodeRows, out: FrozenKVMTPInputBuffers, index: int, state: torch.Tensor
+        self,
+        step: Step,
+        rows: DecodeRows,
+        out: FrozenKVMTPInputBuffers,
+        index: int,
+        state: torch.Tensor,
+        grammars: GrammarDrafts | None,
     ) -> torch.Tensor:
-        """The draft of iteration ``index`` [B] int64, from the assistant's ``state`` [B, D]."""
-        tokens: torch.Tensor = self.model.draft_argmax(state)
-        return tokens
+        """The draft of iteration ``index`` [B] int64, from the assistant's ``state`` [B, D]: the best that the
+        requests' grammars allow."""
+        if grammars is None:
+            tokens: torch.Tensor = self.model.draft_argmax(state)
+            return tokens
+        logits: torch.Tensor = self.model.draft_logits(state)
+        grammars.mask(logits)
+        return logits.argmax(dim=-1)
 
 
 class FrozenKVMTPAcceptProgram:

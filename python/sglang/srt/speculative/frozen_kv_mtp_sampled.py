@@ -15,6 +15,7 @@ import torch
 
 from sgl_kernel.rejection import count_accepted, draw_drafts, sampling_distribution, verify_drafts
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.grammar_mask import GrammarDrafts
 from sglang.srt.layers.sampler import sample_tokens
 from sglang.srt.model_executor.cuda_graph_runner import Step, StepKind
 from sglang.srt.model_executor.decode_programs import WIDTH, Sampler, TargetVerifyProgram, sampling_info
@@ -41,9 +42,15 @@ class FrozenKVMTPSampledDraftProgram(FrozenKVMTPDraftProgram):
     samples = True
 
     def pick(
-        self, step: Step, rows: DecodeRows, out: FrozenKVMTPInputBuffers, index: int, state: torch.Tensor
+        self,
+        step: Step,
+        rows: DecodeRows,
+        out: FrozenKVMTPInputBuffers,
+        index: int,
+        state: torch.Tensor,
+        grammars: GrammarDrafts | None,
     ) -> torch.Tensor:
-        best = super().pick(step, rows, out, index, state)
+        best = super().pick(step, rows, out, index, state, grammars)
         if step.kind is StepKind.GREEDY:
             return best
         assert isinstance(out, FrozenKVMTPSampledBuffers)
