@@ -18,10 +18,11 @@ from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_config_parser import ASSISTANT_ARCHITECTURES, DTYPES
-from sglang.srt.configs.registries import ATTENTION_BACKENDS, GRAMMAR_BACKENDS
+from sglang.srt.configs.registries import ATTENTION_BACKENDS, GRAMMAR_BACKENDS, OUTPUT_FORMATS
 from sglang.srt.server_args_cli import closest, parse_command_line
 from sglang.srt.server_args_fields import ArgSpec, arg, specs_of
 from sglang.srt.server_args_grammar import make_grammar_config, resolve_grammar_backend
+from sglang.srt.server_args_parsers import resolve_parsers
 from sglang.srt.server_args_ports import PortArgs
 from sglang.srt.server_args_slices import (
     GrammarConfig,
@@ -320,6 +321,22 @@ class ServerArgs:
         _API,
         choices=("model", "openai"),
     )
+    reasoning_parser: str | None = arg(
+        None,
+        "How thoughts are told from answers in chats; none leaves them in the text.",
+        "text",
+        _API,
+        choices=(*OUTPUT_FORMATS, "none"),
+        default_note="the model's",
+    )
+    tool_call_parser: str | None = arg(
+        None,
+        "How calls of tools are read from answers in chats; none leaves them in the text.",
+        "text",
+        _API,
+        choices=(*OUTPUT_FORMATS, "none"),
+        default_note="the model's",
+    )
     grammar_backend: str | None = arg(
         None,
         "What holds answers to a JSON schema, a regular expression, EBNF or a structural tag; none refuses requests "
@@ -616,6 +633,7 @@ def resolve_server_args(args: ServerArgs) -> ServerArgs:
         random_seed=secrets.randbelow(1 << 30) if args.random_seed is None else args.random_seed,
         grammar_backend=resolve_grammar_backend(args.grammar_backend),
         attention_backend=args.attention_backend or ("triton" if device == "cuda" else "torch_native"),
+        **resolve_parsers(args.reasoning_parser, args.tool_call_parser, config.architecture),
         **_resolve_sizes(args, device, config),
     )
     return _resolve_speculation(_resolve_graphs(resolved), config)

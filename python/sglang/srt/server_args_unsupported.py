@@ -94,8 +94,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "grammars are compiled by xgrammar, and never to disk",
         "disable-outlines-disk-cache=",
     ),
-    ("parsing of tool calls is not available yet", "tool-call-parser tool-server"),
-    ("parsing of reasoning is not available yet", "reasoning-parser"),
+    ("tools are run by clients", "tool-server"),
     (
         "image, video and audio input is not available yet",
         "enable-multimodal mm-attention-backend mm-max-concurrent-calls mm-per-request-timeout mm-process-config "

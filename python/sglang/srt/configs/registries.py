@@ -42,6 +42,9 @@ GRAMMAR_BACKENDS: Mapping[str, str] = MappingProxyType(
     {"xgrammar": "sglang.srt.constrained.xgrammar_backend:XGrammarBackend"}
 )
 
+# --reasoning-parser and --tool-call-parser -> how a family of models marks thoughts and calls in its answers
+OUTPUT_FORMATS: Mapping[str, str] = MappingProxyType({"gemma4": "sglang.srt.entrypoints.parsers.gemma4:Gemma4Format"})
+
 
 def load_entry(table: Mapping[str, str], name: str) -> Any:
     """Import and return the class that ``name`` stands for in one of the tables above.

@@ -10,6 +10,7 @@ from typing import Any
 from sglang.srt.constrained.base_grammar import GRAMMAR_KINDS
 from sglang.srt.entrypoints.errors import ApiError, bad_field
 from sglang.srt.entrypoints.native_protocol import check_fields, parse_ids, parse_texts
+from sglang.srt.entrypoints.openai_messages import ToolUse, parse_messages, parse_tool_use
 from sglang.srt.managers.generate_output import GenerateOutput
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -21,6 +22,7 @@ _SAMPLING_FIELDS: Mapping[str, str] = {
     "ignore_eos": "ignore_eos",
     "json_schema": "json_schema",
     "logit_bias": "logit_bias",
+    "max_thinking_tokens": "max_thinking_tokens",
     "max_tokens": "max_new_tokens",
     "min_p": "min_p",
     "min_tokens": "min_new_tokens",
@@ -33,6 +35,7 @@ _SAMPLING_FIELDS: Mapping[str, str] = {
     "skip_special_tokens": "skip_special_tokens",
     "spaces_between_special_tokens": "spaces_between_special_tokens",
     "stop": "stop",
+    "stop_regex": "stop_regex",
     "stop_token_ids": "stop_token_ids",
     "structural_tag": "structural_tag",
     "temperature": "temperature",
@@ -55,8 +58,15 @@ _CHAT_FIELDS = (
     "add_generation_prompt",
     "chat_template_kwargs",
     "continue_final_message",
+    "enable_thinking",
     "max_completion_tokens",
     "messages",
+    "parallel_tool_calls",
+    "reasoning_effort",
+    "separate_reasoning",
+    "stream_reasoning",
+    "tool_choice",
+    "tools",
 )
 _COMPLETION_FIELDS = (*_COMMON, "prompt")
 _LATER: Mapping[str, tuple[Any, ...]] = {
@@ -73,13 +83,7 @@ _CHAT_LATER: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": (),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
     "prediction": (),
-    "reasoning_effort": (),
-    "separate_reasoning": (True,),
-    "stream_reasoning": (True,),
-    "tool_choice": ("none", "auto"),
-    "tools": (),
     "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
@@ -88,8 +92,7 @@ _COMPLETION_LATER: Mapping[str, tuple[Any, ...]] = {**_LATER, "best_of": (1,), "
 
 _RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _COMPLETION_MAX_TOKENS = 16
-_ROLES = ("system", "developer", "user", "assistant")
-_MEDIA = ("image", "audio", "video", "file")
+_REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,9 @@ class ChatRequest:
     template_kwargs: dict[str, Any]
     add_generation_prompt: bool
     continue_final_message: bool
+    tool_use: ToolUse
+    separate_reasoning: bool
+    stream_reasoning: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +134,53 @@ def parse_chat_request(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     add_prompt = _flag(body, "add_generation_prompt", not continue_final)
     if continue_final and add_prompt:
         raise bad_field("continue_final_message", "and add_generation_prompt exclude each other: give one of them")
-    messages = _parse_messages(body.get("messages"))
-    if continue_final and messages[-1]["role"] != "assistant":
-        raise bad_field("continue_final_message", "needs an assistant message as the last one")
-    template_kwargs = body.get("chat_template_kwargs") or {}
-    if not isinstance(template_kwargs, dict):
-        raise bad_field("chat_template_kwargs", f"must be an object, got {template_kwargs!r:.200}")
-    return ChatRequest(options, messages, template_kwargs, add_prompt, continue_final)
+    messages = parse_messages(body.get("messages"))
+    if continue_final and (messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]):
+        raise bad_field("continue_final_message", "needs an assistant message without tool_calls as the last one")
+    tool_use = parse_tool_use(body)
+    if tool_use.required:
+        _check_required(body, options, add_prompt)
+    return ChatRequest(
+        options=options,
+        messages=messages,
+        template_kwargs=_parse_template_kwargs(body),
+        add_generation_prompt=add_prompt,
+        continue_final_message=continue_final,
+        tool_use=tool_use,
+        separate_reasoning=_flag(body, "separate_reasoning", True),
+        stream_reasoning=_flag(body, "stream_reasoning", True),
+    )
+
+
+def _check_required(body: Mapping[str, Any], options: RequestOptions, add_prompt: bool) -> None:
+    choice = f"{body['tool_choice']!r:.100} makes the answer begin with a call"
+    if not add_prompt:
+        raise bad_field("tool_choice", f"{choice}: it needs add_generation_prompt")
+    for name in GRAMMAR_KINDS:
+        if getattr(options.sampling_params, name) is not None:
+            field = name if body.get(name) is not None else "response_format"
+            raise bad_field("tool_choice", f"{choice}, and {field} asks for another form: leave out one of the two")
+
+
+def _parse_template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of the template. What ``chat_template_kwargs`` says comes before the fields that stand for one."""
+    values: dict[str, Any] = {}
+    effort = body.get("reasoning_effort")
+    if effort is not None:
+        if effort not in _REASONING_EFFORTS:
+            allowed = ", ".join(_REASONING_EFFORTS)
+            raise bad_field("reasoning_effort", f"must be one of {allowed}, got {effort!r:.200}")
+        values |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    if body.get("enable_thinking") is not None:
+        values["enable_thinking"] = _flag(body, "enable_thinking", False)
+    given = body.get("chat_template_kwargs") or {}
+    if not isinstance(given, dict):
+        raise bad_field("chat_template_kwargs", f"must be an object, got {given!r:.200}")
+    if not isinstance(given.get("enable_thinking", False), bool):
+        # any text is true in a template, also "false"
+        path = "chat_template_kwargs.enable_thinking"
+        raise bad_field(path, f"must be true or false, got {given['enable_thinking']!r:.200}")
+    return values | given
 
 
 def parse_completion_request(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
@@ -226,49 +272,6 @@ def _parse_stream_options(value: Any, stream: bool) -> bool:
     return bool(value.get("include_usage"))
 
 
-def _parse_messages(value: Any) -> tuple[dict[str, Any], ...]:
-    if not isinstance(value, list) or not value:
-        raise bad_field("messages", f"must be a list of messages that is not empty, got {value!r:.200}")
-    return tuple(_parse_message(f"messages[{i}]", message) for i, message in enumerate(value))
-
-
-def _parse_message(path: str, message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise bad_field(path, f"must be an object, got {message!r:.200}")
-    role = message.get("role")
-    if role in ("tool", "function"):
-        raise bad_field(f"{path}.role", f"{role} is not supported yet: tool results cannot be given")
-    if role not in _ROLES:
-        raise bad_field(f"{path}.role", f"must be one of {', '.join(_ROLES)}, got {role!r:.200}")
-    for field in ("tool_calls", "function_call", "audio"):
-        if message.get(field):
-            raise bad_field(f"{path}.{field}", "is not supported yet: leave it out")
-    name = message.get("name")
-    if name is not None and not isinstance(name, str):
-        raise bad_field(f"{path}.name", f"must be a string, got {name!r:.200}")
-    parsed = {"role": role, "content": _parse_content(f"{path}.content", message.get("content"))}
-    return parsed if name is None else parsed | {"name": name}
-
-
-def _parse_content(path: str, content: Any) -> str | list[dict[str, str]]:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise bad_field(path, f"must be a string or a list of content parts, got {content!r:.200}")
-    parts = [_parse_part(f"{path}[{i}]", part) for i, part in enumerate(content)]
-    # a template gets the plainest form that says the same
-    return parts[0]["text"] if len(parts) == 1 else parts
-
-
-def _parse_part(path: str, part: Any) -> dict[str, str]:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and any(word in kind for word in _MEDIA):
-        raise bad_field(f"{path}.type", f"{kind!r:.100} is not supported yet: this server takes text only")
-    if kind != "text" or not isinstance(part.get("text"), str):
-        raise bad_field(path, f'must be like {{"type": "text", "text": "..."}}, got {part!r:.200}')
-    return {"type": "text", "text": part["text"]}
-
-
 def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
@@ -283,7 +286,7 @@ def _text(body: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def usage(outputs: Sequence[GenerateOutput], num_samples: int) -> dict[str, Any]:
+def usage(outputs: Sequence[GenerateOutput], num_samples: int, reasoning_tokens: int = 0) -> dict[str, Any]:
     """Token counts of a request; a prompt counts once, however many samples it has. One output per sequence."""
     prompts = [out for out in outputs if out.index % num_samples == 0]
     prompt_tokens = sum(out.prompt_tokens for out in prompts)
@@ -292,7 +295,9 @@ def usage(outputs: Sequence[GenerateOutput], num_samples: int) -> dict[str, Any]
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "reasoning_tokens": reasoning_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(out.cached_tokens for out in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 
 
@@ -301,15 +306,6 @@ def end_fields(reason: FinishReason | None) -> dict[str, Any]:
     if reason is None:
         return {"finish_reason": None, "matched_stop": None}
     return {"finish_reason": reason.type, "matched_stop": reason.matched}
-
-
-def chat_choice(out: GenerateOutput) -> dict[str, Any]:
-    message = {"role": "assistant", "content": out.text, "refusal": None}
-    return {"index": out.index, "message": message, "logprobs": None, **end_fields(out.finish_reason)}
-
-
-def chat_delta(index: int, delta: dict[str, str], reason: FinishReason | None = None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, **end_fields(reason)}
 
 
 def text_choice(out: GenerateOutput) -> dict[str, Any]:

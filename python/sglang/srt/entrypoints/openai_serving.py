@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
-from sglang.srt.entrypoints.errors import ApiError, bad_field
+from sglang.srt.entrypoints.chat_output import ChatShape
+from sglang.srt.entrypoints.chat_plan import ChatPlanner
+from sglang.srt.entrypoints.errors import ApiError
 from sglang.srt.entrypoints.openai_protocol import (
-    ChatRequest,
     RequestOptions,
-    chat_choice,
-    chat_delta,
     in_openai_terms,
     parse_chat_request,
     parse_completion_request,
@@ -53,9 +50,7 @@ class OpenAIServing:
         self._model_name = server_args.served_model_name or server_args.model_path
         self._accepted_names = (self._model_name, server_args.model_path, "default")
         self._defaults = load_sampling_defaults(server_args)
-        # a request must not reach the renderer's own parameters, among them the template itself
-        parameters = inspect.signature(manager.tokenizer.apply_chat_template).parameters
-        self._reserved = frozenset(parameters) | {"messages", "bos_token", "eos_token"}
+        self._planner = ChatPlanner(server_args, manager)
 
     @property
     def model_name(self) -> str:
@@ -72,10 +67,12 @@ class OpenAIServing:
         try:
             request = parse_chat_request(body, self._defaults)
             self.check_model(request.options.model)
-            prompt = await self._render(request)
+            plan = await self._planner.plan(request)
         except ValueError as error:
             raise in_openai_terms(error, body) from error
-        return self._completion(body, request.options, (prompt,), "messages", _ChatShape())
+        options = replace(request.options, sampling_params=plan.sampling_params)
+        shape = ChatShape(plan.answer_format)
+        return self._completion(body, options, (plan.prompt,), "messages", shape, plan.shown_tokens)
 
     async def completion(self, body: Mapping[str, Any]) -> _Completion:
         """A text completion, checked and ready to run."""
@@ -93,6 +90,7 @@ class OpenAIServing:
         prompts: tuple[str | tuple[int, ...], ...],
         param: str,
         shape: _Shape,
+        shown_tokens: tuple[str, ...] | None = None,
     ) -> _Completion:
         request = GenerateReqInput(
             prompts=prompts,
@@ -101,49 +99,16 @@ class OpenAIServing:
             rids=None if options.rid is None else (options.rid,),
             clamp_length=options.clamp_length,
             param=param,
+            shown_tokens=shown_tokens,
         )
         return _Completion(self._manager, body, options, request, shape, self._model_name)
-
-    async def _render(self, request: ChatRequest) -> tuple[int, ...]:
-        """Token ids of the conversation; the template writes its own bos."""
-        for name in request.template_kwargs:
-            if name in self._reserved:
-                raise bad_field(f"chat_template_kwargs.{name}", "cannot be set: it is not a variable of the template")
-        try:
-            text = self._manager.tokenizer.apply_chat_template(
-                list(request.messages),
-                tokenize=False,
-                add_generation_prompt=request.add_generation_prompt,
-                continue_final_message=request.continue_final_message,
-                **request.template_kwargs,
-            )
-        except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            # a template reports what it cannot render, or trips over it; both are the request's fault
-            raise ApiError(400, f"messages cannot be rendered: {error!s:.300}", param="messages") from error
-        return await self._manager.tokenize(text, "messages", add_special_tokens=False)
-
-
-class _ChatShape:
-    """How a chat completion looks."""
-
-    id_prefix, whole, piece = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def choice(self, out: GenerateOutput) -> dict[str, Any]:
-        return chat_choice(out)
-
-    def pieces(self, out: GenerateOutput, is_first: bool) -> list[dict[str, Any]]:
-        choices = [chat_delta(out.index, {"role": "assistant", "content": ""})] if is_first else []
-        if out.text:
-            choices.append(chat_delta(out.index, {"content": out.text}))
-        if out.finish_reason is not None:
-            choices.append(chat_delta(out.index, {}, out.finish_reason))
-        return choices
 
 
 class _TextShape:
     """How a text completion looks."""
 
     id_prefix, whole, piece = "cmpl", "text_completion", "text_completion"
+    reasoning_tokens = 0
 
     def choice(self, out: GenerateOutput) -> dict[str, Any]:
         return text_choice(out)
@@ -152,7 +117,7 @@ class _TextShape:
         return [text_choice(out)] if out.text or out.finish_reason is not None else []
 
 
-_Shape = _ChatShape | _TextShape
+_Shape = ChatShape | _TextShape
 
 
 class _Completion:
@@ -181,7 +146,7 @@ class _Completion:
         except ValueError as error:
             raise in_openai_terms(error, self._body) from error
         choices = [self._shape.choice(out) for out in outputs]
-        totals = usage(outputs, self._options.sampling_params.n)
+        totals = usage(outputs, self._options.sampling_params.n, self._shape.reasoning_tokens)
         return {**self._head, "object": self._shape.whole, "choices": choices, "usage": totals}
 
     async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -200,5 +165,5 @@ class _Completion:
         except ValueError as error:
             raise in_openai_terms(error, self._body) from error
         if self._options.include_usage:
-            totals = usage(list(latest.values()), self._options.sampling_params.n)
+            totals = usage(list(latest.values()), self._options.sampling_params.n, self._shape.reasoning_tokens)
             yield {**head, "choices": [], "usage": totals}

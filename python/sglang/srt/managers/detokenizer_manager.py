@@ -50,6 +50,10 @@ class TokenPieces:
         header = self._tokenizer.encode(_THOUGHT_HEADER, add_special_tokens=False)
         return ThoughtTokens(ids[0], ids[1], len(header))
 
+    def token_id(self, token: str) -> int | None:
+        """Id of a token that was added to the vocabulary by its whole text, None if there is no such token."""
+        return self._added.get(token)
+
     def piece(self, token_id: int) -> bytes:
         """UTF-8 bytes of one token; part of a character for byte tokens, empty for an id without a token."""
         piece = self._pieces.get(token_id)
@@ -80,9 +84,14 @@ class IncrementalDetokenizer:
     that it is not.
     """
 
-    def __init__(self, pieces: TokenPieces, params: SamplingParams) -> None:
+    def __init__(
+        self, pieces: TokenPieces, params: SamplingParams, shown_tokens: tuple[str, ...] | None = None
+    ) -> None:
+        """``shown_tokens``: the special tokens to show, whatever ``params`` says; None does what that says."""
         self._pieces = pieces
         self._hidden_ids = pieces.special_ids if params.skip_special_tokens else frozenset()
+        if shown_tokens is not None:
+            self._hidden_ids = pieces.special_ids - {pieces.token_id(token) for token in shown_tokens}
         self._trim = not params.no_stop_trim
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stop_strings = params.stop

@@ -162,6 +162,11 @@ class TokenizerManager:
         return self._died
 
     @property
+    def pieces(self) -> TokenPieces:
+        """What each token adds to a text."""
+        return self._pieces
+
+    @property
     def num_pending(self) -> int:
         """Sequences that were sent to the scheduler and have not ended."""
         return len(self._states)
@@ -273,7 +278,7 @@ class TokenizerManager:
                     return_hidden_states=options.hidden_states,
                     custom_logit_processor=options.custom_logit_processor,
                 )
-                detokenizer = IncrementalDetokenizer(self._pieces, fitted)
+                detokenizer = IncrementalDetokenizer(self._pieces, fitted, req.shown_tokens)
                 text_of = self._text_of if options.text_in_logprobs else None
                 states.append(
                     _ReqState(tokenized, len(states), outbox, detokenizer, created_at, created_at, text_of=text_of)
