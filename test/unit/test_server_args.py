@@ -70,6 +70,7 @@ RESOLUTION: dict[str, tuple[list[str], Any]] = {
     "max_running_requests": (["--max-running-requests", "3"], 3),
     "max_queued_requests": (["--max-queued-requests", "7"], 7),
     "chunked_prefill_size": (["--chunked-prefill-size", "-1"], -1),
+    "enable_mixed_chunk": (["--enable-mixed-chunk"], True),
     "max_prefill_tokens": (["--max-prefill-tokens", "99"], 99),
     "schedule_policy": (["--schedule-policy", "lpm"], "lpm"),
     "schedule_conservativeness": (["--schedule-conservativeness", "2"], 2.0),

@@ -185,6 +185,12 @@ class ServerArgs:
         also=-1,
         default_note="2048 on CPU, 8192 on CUDA",
     )
+    enable_mixed_chunk: bool = arg(
+        False,
+        "Compute prompts and the tokens of running requests in one pass, so that streams do not wait for prefills.",
+        "flag",
+        _MEMORY,
+    )
     max_prefill_tokens: int = arg(
         16384,
         "Most prompt tokens of one prefill step. A prompt that is longer runs alone.",
@@ -531,6 +537,7 @@ class ServerArgs:
         return ScheduleConfig(
             chunked_prefill_size=None if self.chunked_prefill_size == -1 else self.chunked_prefill_size,
             max_prefill_tokens=self.max_prefill_tokens,
+            enable_mixed_chunk=self.enable_mixed_chunk,
             policy=self.schedule_policy,
             max_running_requests=self.max_running_requests,
             max_queued_requests=self.max_queued_requests,

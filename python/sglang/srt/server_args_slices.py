@@ -36,10 +36,12 @@ class MemoryConfig:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    """What bounds one step. ``chunked_prefill_size`` (tokens) is None when prompts are never cut into chunks."""
+    """What bounds one step. ``chunked_prefill_size`` (tokens) is None when prompts are never cut into chunks;
+    ``enable_mixed_chunk``: an extend step takes the running requests' decode step along."""
 
     chunked_prefill_size: int | None
     max_prefill_tokens: int
+    enable_mixed_chunk: bool
     policy: str
     max_running_requests: int | None
     max_queued_requests: int | None

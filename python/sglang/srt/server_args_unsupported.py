@@ -173,8 +173,8 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "num-continuous-decode-steps=1",
     ),
     (
-        "a step is either prefill or decode",
-        "enable-mixed-chunk enable-dynamic-chunking prefill-max-requests enable-prefill-delayer "
+        "chunks have one size, and prefills are not held back",
+        "enable-dynamic-chunking prefill-max-requests enable-prefill-delayer "
         "prefill-delayer-max-delay-passes prefill-delayer-token-usage-low-watermark",
     ),
     (

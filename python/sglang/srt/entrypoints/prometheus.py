@@ -125,7 +125,7 @@ class ServerMetrics:
             "spec_accept_length", "Tokens per verification, in the last interval of decode steps.", recent
         )
         yield self._gauges(
-            "spec_accept_rate_by_position", "Part of all verifications that accepted this draft.", "position", rates
+            "spec_accept_rate_by_position", "Part of this draft's verifications that accepted it.", "position", rates
         )
         yield self._counter("spec_verifications", "Verifications, one for each request and round.", totals["verify_ct"])
         counter = CounterMetricFamily(

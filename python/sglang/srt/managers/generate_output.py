@@ -137,5 +137,8 @@ def _spec_info(spec: SpecStats) -> dict[str, Any]:
         "spec_accept_length": (spec.accepted_tokens + spec.verify_ct) / rounds,
         "spec_accept_rate": spec.accepted_tokens / drafts,
         "spec_accept_histogram": [more - less for more, less in pairwise(reached)],
-        "spec_accept_by_position": [count / rounds for count in spec.accepted_by_position],
+        "spec_accept_by_position": [
+            accepted / max(drafted, 1)
+            for accepted, drafted in zip(spec.accepted_by_position, spec.drafted_by_position, strict=True)
+        ],
     }

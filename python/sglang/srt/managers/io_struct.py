@@ -97,12 +97,14 @@ class ControlReply:
 
 @dataclass(frozen=True, slots=True)
 class SpecStats:
-    """Counts of one request's speculative rounds. Position j counts rounds in which draft j (from 0) was accepted."""
+    """Counts of one request's speculative rounds. Position j (from 0) of ``accepted_by_position`` counts rounds that
+    accepted draft j, of ``drafted_by_position`` those that had one."""
 
     verify_ct: int
     accepted_tokens: int
     draft_tokens: int
     accepted_by_position: tuple[int, ...]
+    drafted_by_position: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

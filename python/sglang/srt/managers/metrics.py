@@ -41,6 +41,7 @@ class Totals:
     decode_steps: int = 0
     verify_ct: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
+    drafted_by_position: list[int] = field(default_factory=list)
 
     @property
     def accept_length(self) -> float:
@@ -49,7 +50,9 @@ class Totals:
 
     @property
     def accept_rate_by_position(self) -> list[float]:
-        return [count / max(self.verify_ct, 1) for count in self.accepted_by_position]
+        """Of the rounds that had a draft there."""
+        pairs = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
+        return [accepted / max(drafted, 1) for accepted, drafted in pairs]
 
 
 class SchedulerMetrics:
@@ -62,7 +65,8 @@ class SchedulerMetrics:
 
     def reset(self) -> None:
         """Count from zero, as if just started."""
-        self.totals = Totals(accepted_by_position=[0] * self._num_drafts)
+        none = [0] * self._num_drafts
+        self.totals = Totals(accepted_by_position=[*none], drafted_by_position=[*none])
         self.last_gen_throughput = 0.0
         self.last_accept_length = 0.0
         self.prefill_step_s = Histogram(STEP_BOUNDS_S)

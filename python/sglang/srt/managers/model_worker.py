@@ -18,6 +18,12 @@ class ModelWorker(Protocol):
 
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult: ...
 
+    def forward_mixed(
+        self, prompts: ScheduleBatch, running: ScheduleBatch
+    ) -> tuple[GenerationBatchResult, GenerationBatchResult]:
+        """An extend step and a decode step of other requests at once; the result of each."""
+        ...
+
     def launch(self, batch: ScheduleBatch) -> Callable[[], GenerationBatchResult]:
         """Start a decode step; calling what comes back waits for it. With ``supports_overlap`` the next step of the
         same requests may be started before, if ``can_run_ahead`` says so and they own slots for both."""

@@ -53,7 +53,8 @@ class OutputProcessor:
         """The only reply to a request that is not taken."""
         self._metrics.totals.num_aborted += 1
         finish = FinishReason("abort", message=text, status=status)
-        spec = SpecStats(0, 0, 0, (0,) * self._num_drafts) if self._num_drafts else None
+        none = (0,) * self._num_drafts
+        spec = SpecStats(0, 0, 0, none, none) if self._num_drafts else None
         return TokenOut(message.rid, (), finish, len(message.input_ids), 0, 0, spec, queue_time_s=0.0)
 
     def _apply_extend(
@@ -83,7 +84,7 @@ class OutputProcessor:
                 continue
             kept = self._append(req, run, output)
             gained += kept
-            if num_drafts:
+            if self._num_drafts:
                 # the last token of a run is the target's own, those before it are accepted drafts
                 self._count_round(req, num_drafts, min(kept, len(run) - 1))
         self._metrics.count_decode(num_rows, gained)
@@ -105,14 +106,20 @@ class OutputProcessor:
         return kept
 
     def _count_round(self, req: Req, num_drafts: int, num_accepted: int) -> None:
-        req.num_drafted += num_drafts
+        cap, totals = req.params.speculative_num_steps, self._metrics.totals
+        num_usable = num_drafts if cap is None else min(num_drafts, cap)
         if not req.accepted_by_position:
             req.accepted_by_position = [0] * self._num_drafts
+            req.drafted_by_position = [0] * self._num_drafts
         req.verify_ct += 1
-        self._metrics.totals.verify_ct += 1
+        req.num_drafted += num_usable
+        totals.verify_ct += 1
+        for position in range(min(num_usable, self._num_drafts)):
+            req.drafted_by_position[position] += 1
+            totals.drafted_by_position[position] += 1
         for position in range(num_accepted):
             req.accepted_by_position[position] += 1
-            self._metrics.totals.accepted_by_position[position] += 1
+            totals.accepted_by_position[position] += 1
 
     def _finish(self, req: Req, finish: FinishReason) -> None:
         req.finish = finish
@@ -144,5 +151,6 @@ class OutputProcessor:
         )
 
     def _spec_stats(self, req: Req) -> SpecStats:
-        by_position = tuple(req.accepted_by_position) or (0,) * self._num_drafts
-        return SpecStats(req.verify_ct, sum(by_position), req.num_drafted, by_position)
+        none = (0,) * self._num_drafts
+        accepted, drafted = tuple(req.accepted_by_position) or none, tuple(req.drafted_by_position) or none
+        return SpecStats(req.verify_ct, sum(accepted), req.num_drafted, accepted, drafted)

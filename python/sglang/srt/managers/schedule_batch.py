@@ -52,6 +52,7 @@ class Req:
     verify_ct: int = 0
     num_drafted: int = 0  # drafts verified in these rounds
     accepted_by_position: list[int] = field(default_factory=list)
+    drafted_by_position: list[int] = field(default_factory=list)
     regex_stops: RegexStops | None = None  # has read the text so far
     logit_processor: CustomLogitProcessor | None = None
     thought_budget: ThoughtBudget | None = None

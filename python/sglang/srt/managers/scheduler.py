@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -176,8 +176,11 @@ class Scheduler:
         began_s = time.monotonic()
         started, self._ahead = self._ahead, None
         batch = self._next_batch() if started is None else started[0]
+        beside = self._decode_beside() if batch.mode is ForwardMode.EXTEND else None
         try:
-            if batch.mode is ForwardMode.EXTEND:
+            if beside is not None:
+                result, decoded = self.worker.forward_mixed(batch, beside)
+            elif batch.mode is ForwardMode.EXTEND:
                 result = self.worker.forward_batch_generation(batch)
             else:
                 pending = self.worker.launch(batch) if started is None else started[1]
@@ -185,20 +188,29 @@ class Scheduler:
                     self._run_ahead(batch)
                 result = pending()
         except RequestFault as fault:
-            self._fail_one(batch, fault)
+            self._fail_one((*batch.reqs, *(() if beside is None else beside.reqs)), fault)
             return
         except Exception:  # whatever a model's code raises must not end the other requests
-            logger.exception("a step of %d requests failed", len(batch.reqs))
-            self._fail(batch)
+            reqs = (*batch.reqs, *(() if beside is None else beside.reqs))
+            logger.exception("a step of %d requests failed", len(reqs))
+            self._fail(reqs)
             return
-        self._outs += self._output.apply(batch, result)
-        self._update_running(batch, result)
+        if beside is not None:
+            self._apply(beside, decoded)
+        self._apply(batch, result)
         is_decode = batch.mode is ForwardMode.DECODE
         (self.metrics.decode_step_s if is_decode else self.metrics.prefill_step_s).observe(time.monotonic() - began_s)
-        if is_decode:
-            self._planner.ratio.decay()
-            if self.metrics.totals.decode_steps % self.config.decode_log_interval == 0:
-                self.metrics.log_decode(self.load())
+
+    def _apply(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
+        self._outs += self._output.apply(batch, result)
+        if batch.mode is ForwardMode.EXTEND:
+            complete = [row for row in open_rows(batch.reqs) if batch.reqs[row] is not self.chunked]
+            self.running.add(batch, complete, result.next_draft_input)
+            return
+        self.running.advance(batch, result.next_draft_input)
+        self._planner.ratio.decay()
+        if self.metrics.totals.decode_steps % self.config.decode_log_interval == 0:
+            self.metrics.log_decode(self.load())
 
     def _take_compiled(self) -> None:
         """Queue the requests whose grammars are ready; sleep for the next one if nothing can run without it."""
@@ -258,6 +270,16 @@ class Scheduler:
         self._extended_last = True
         return batch
 
+    def _decode_beside(self) -> ScheduleBatch | None:
+        """The decode step that an extend step takes along; None when it should run alone, or memory is short."""
+        width, reqs = self.worker.capabilities.max_tokens_per_step, self.running.reqs
+        if not self.config.enable_mixed_chunk or not reqs:
+            return None
+        if not all(req.kv and self.kv_manager.grow(req.kv, req.committed_len + width) for req in reqs):
+            return None
+        self._extended_last = False
+        return self.running.to_batch()
+
     def _next_extend(self) -> ScheduleBatch | None:
         can_admit = bool(self.waiting) and self._planner.has_room(self.running.reqs, self.chunked)
         if not can_admit and self.chunked is None:
@@ -301,28 +323,21 @@ class Scheduler:
         self._planner.ratio.rise()
         logger.info("KV pool is full. #retracted-req: %d, #running-req: %d", len(retracted), len(self.running.reqs))
 
-    def _update_running(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
-        if batch.mode is ForwardMode.EXTEND:
-            complete = [row for row in open_rows(batch.reqs) if batch.reqs[row] is not self.chunked]
-            self.running.add(batch, complete, result.next_draft_input)
-        else:
-            self.running.advance(batch, result.next_draft_input)
-
-    def _fail(self, batch: ScheduleBatch) -> None:
+    def _fail(self, reqs: Sequence[Req]) -> None:
         self._ahead = None
-        for req in batch.reqs:
+        for req in reqs:
             self._outs.append(self._output.abort(req, "the step that ran this request failed, see the log", 500))
         self._forget_finished()
         self.kv_manager.check_integrity()
 
-    def _fail_one(self, batch: ScheduleBatch, fault: RequestFault) -> None:
+    def _fail_one(self, reqs: Sequence[Req], fault: RequestFault) -> None:
         """End the request at fault; the others of its step start again from what was committed before."""
         self._ahead = None
         self._outs.append(self._output.abort(fault.req, fault.message, 400))
-        others = [req for req in batch.reqs if req.kv is not None]
+        others = [req for req in reqs if req.kv is not None]
         for req in others:
             retract(req, self.kv_manager)
-        if self.chunked in batch.reqs:
+        if self.chunked in reqs:
             self.chunked = None
         self.waiting[:0] = others
         self._forget_finished()

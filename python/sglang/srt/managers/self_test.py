@@ -36,7 +36,8 @@ def run_self_test(run: Callable[[TokenizedGenerateReqInput], TokenOut], input_id
         raise RuntimeError(f"the self-test of speculation failed: {out.finish_reason.message}")
     rounds = max(out.spec.verify_ct, 1)
     accept_length = (out.spec.accepted_tokens + out.spec.verify_ct) / rounds
-    by_position = [count / rounds for count in out.spec.accepted_by_position]
+    pairs = zip(out.spec.accepted_by_position, out.spec.drafted_by_position, strict=True)
+    by_position = [accepted / max(drafted, 1) for accepted, drafted in pairs]
     rates = ", ".join(f"{rate:.2f}" for rate in by_position)
     logger.info("Self-test of speculation. accept len: %.2f, accepted by position: %s", accept_length, rates)
     return {

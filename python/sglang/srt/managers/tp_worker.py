@@ -33,11 +33,14 @@ from sglang.srt.model_executor.forward_batch_info import (
     TailBatch,
 )
 from sglang.srt.model_executor.input_buffers import ROWS
+from sglang.srt.model_executor.mixed_forward import MixedForward
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_configurator import KVMemory
 from sglang.srt.sampling.logprobs import ReqOutputs
 from sglang.srt.server_args_slices import GraphConfig
 from sglang.srt.speculative.spec_info import SpecCapabilities
+
+TargetPass = Callable[[ForwardBatch], LogitsProcessorOutput]
 
 
 class TpModelWorker:
@@ -76,11 +79,21 @@ class TpModelWorker:
 
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         with torch.inference_mode():
-            if batch.mode is not ForwardMode.EXTEND:
-                return self.launch(batch)()
-            tokens, _, outputs = self.extend(batch)
-            ones = torch.ones(len(batch.reqs), dtype=torch.int64)
-            return GenerationBatchResult(tokens[:, None], ones, None, num_drafts=0, outputs=outputs)
+            return self._extend(batch, None) if batch.mode is ForwardMode.EXTEND else self.launch(batch)()
+
+    def forward_mixed(
+        self, prompts: ScheduleBatch, running: ScheduleBatch
+    ) -> tuple[GenerationBatchResult, GenerationBatchResult]:
+        """An extend step and a decode step of other requests in one pass of the target; the result of each."""
+        decoded: list[GenerationBatchResult] = []
+
+        def forward(fb: ForwardBatch) -> LogitsProcessorOutput:
+            mixed = MixedForward(fb)
+            decoded.append(self.loop.run_mixed(running, mixed))
+            return mixed.output
+
+        with torch.inference_mode():
+            return self._extend(prompts, forward), decoded[0]
 
     def launch(self, batch: ScheduleBatch) -> Callable[[], GenerationBatchResult]:
         """Start a decode step; calling the result waits for it."""
@@ -95,13 +108,18 @@ class TpModelWorker:
         """Once, before the first step."""
         self.loop.capture()
 
+    def _extend(self, batch: ScheduleBatch, forward: TargetPass | None) -> GenerationBatchResult:
+        tokens, _, outputs = self.extend(batch, forward)
+        ones = torch.ones(len(batch.reqs), dtype=torch.int64)
+        return GenerationBatchResult(tokens[:, None], ones, None, num_drafts=0, outputs=outputs)
+
     def extend(
-        self, batch: ScheduleBatch
+        self, batch: ScheduleBatch, forward: TargetPass | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[ReqOutputs | None, ...]]:
         """Compute the next ``extend_lens`` positions of each request.
 
         Returns the token after each request's last position [B], the hidden state there [B, H] (or None), and what
-        requests asked for beside.
+        requests asked for beside. ``forward``: the target's pass, if it is not for these rows alone.
         """
         starts = [req.committed_len for req in batch.reqs]
         ids = np.concatenate(
@@ -115,7 +133,7 @@ class TpModelWorker:
         if kept is not None:
             mode = CaptureHiddenMode.FULL
         fb = self._extend_batch(batch.reqs, self._tensor(ids), batch.extend_lens, mode, kept)
-        out: LogitsProcessorOutput = self.runner.model.forward(fb)
+        out: LogitsProcessorOutput = (forward or self.runner.model.forward)(fb)
         ends = [s + n for s, n in zip(starts, batch.extend_lens, strict=True)]
         newest = torch.zeros((1, 1), dtype=torch.int64, device=self._device)
         for b, req in enumerate(batch.reqs):

@@ -21,6 +21,7 @@ import torch
 
 from sglang.srt.layers.asked_outputs import KeptRows
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.mixed_forward import MixedForward
 from sglang.srt.server_args_slices import GraphConfig
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Step:
     ``width``: rows of the target per request, 1 and the drafts; at most what the buffers were made for.
     ``batch``: what the host knows of these rows, for a run that is not captured and has no padding. It changes no
     result; it saves reading lengths back, and work for controls that nobody uses. ``kept``: takes what requests of an
-    EDITED step want beside tokens, None when they want nothing.
+    EDITED step want beside tokens, None when they want nothing. ``mixed``: prompts whose pass is also the step's.
     """
 
     size: int
@@ -53,6 +54,7 @@ class Step:
     batch: ScheduleBatch | None
     width: int
     kept: KeptRows | None = None
+    mixed: MixedForward | None = None
 
 
 class GraphProgram(Protocol):

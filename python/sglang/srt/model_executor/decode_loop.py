@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,7 @@ from sglang.srt.model_executor.cuda_graph_runner import BatchSizes, Runner, Step
 from sglang.srt.model_executor.decode_programs import StepBuffers
 from sglang.srt.model_executor.decode_rows import ResidentRows, draft_caps
 from sglang.srt.model_executor.draft_length import DraftLength
+from sglang.srt.model_executor.mixed_forward import MixedForward
 from sglang.srt.sampling.logprobs import ReqOutputs
 from sglang.srt.speculative.spec_info import SpecInput
 from sglang.srt.utils.device import Readback
@@ -69,6 +70,13 @@ class DecodeLoop:
         self._note_time(step)
         self.runner.run(step)
         return self.read(batch, step)
+
+    def run_mixed(self, batch: ScheduleBatch, mixed: MixedForward) -> GenerationBatchResult:
+        """A step of ``batch`` in one pass with prompts. It is no step of fixed shape, so it runs eagerly."""
+        step = replace(self.prepare(batch, exact=True), mixed=mixed)
+        self._started = None
+        self.runner.program.run(step)
+        return self.read(batch, step)()
 
     def can_run_ahead(self, batch: ScheduleBatch) -> bool:
         """Whether ``launch(batch)`` may come before the result of its last step: when nothing has to be sent."""

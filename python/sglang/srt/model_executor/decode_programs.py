@@ -96,10 +96,11 @@ class TargetForward:
         fb = self._forward_batch(rows, input_ids, step, tree)
         if step.kept is not None:
             fb = replace(fb, capture_hidden_mode=CaptureHiddenMode.FULL)
-        if step.kind is StepKind.GREEDY:
+        if step.kind is StepKind.GREEDY and step.mixed is None:
             tokens, hidden = self._model.greedy_tokens(fb)
             return tokens, hidden
-        out: LogitsProcessorOutput = self._model.forward(fb)
+        out: LogitsProcessorOutput
+        out = self._model.forward(fb) if step.mixed is None else step.mixed.forward(self._model, fb)
         if step.kind is StepKind.EDITED:
             assert step.batch is not None, "only a step that is not captured can edit logits"
             nodes, parents = input_ids.view(step.size, step.width), None if tree is None else tree.parents

@@ -17,12 +17,11 @@ import torch
 from sgl_kernel.spec_tree import tree_visibility
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.managers.schedule_batch import GenerationBatchResult, ScheduleBatch
-from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.tp_worker import TargetPass, TpModelWorker
 from sglang.srt.model_executor.cuda_graph_runner import EagerRunner, Runner, Step, StepKind, batch_sizes
 from sglang.srt.model_executor.decode_loop import DecodeLoop
 from sglang.srt.model_executor.decode_rows import ResidentRows
 from sglang.srt.model_executor.draft_length import DraftLength, FixedLength
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.gemma4_mtp import build_frozen_kv_mtp_context
 from sglang.srt.server_args_slices import GraphConfig, SpecConfig
@@ -81,12 +80,6 @@ class FrozenKVMTPWorker(TpModelWorker):
         self.loop.runner.run(Step(num_rows, StepKind.GREEDY, None, num_drafts + 1))
         self.runner.device.synchronize()
 
-    def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        with torch.inference_mode():
-            if batch.mode is ForwardMode.EXTEND:
-                return self._extend(batch)
-            return self.launch(batch)()
-
     def launch(self, batch: ScheduleBatch) -> Callable[[], GenerationBatchResult]:
         if not self._check_digest:
             return super().launch(batch)
@@ -94,9 +87,9 @@ class FrozenKVMTPWorker(TpModelWorker):
             result = self.verify(batch, self.draft(batch))
         return lambda: result
 
-    def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:
+    def _extend(self, batch: ScheduleBatch, forward: TargetPass | None) -> GenerationBatchResult:
         """The target alone; its token and hidden state seed the first draft."""
-        tokens, hidden, outputs = self.target.extend(batch)
+        tokens, hidden, outputs = self.target.extend(batch, forward)
         assert hidden is not None
         ones = torch.ones(len(batch.reqs), dtype=torch.int64)
         seed = FrozenKVMTPDraftInput(tokens, hidden)
