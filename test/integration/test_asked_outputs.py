@@ -109,6 +109,22 @@ def test_equal_transformers(kind: str, steps: int, options: dict[str, Any], tiny
             assert cached[0] == cached[2] == cached[4] == 0 and cached[1] == 20 and cached[3] > 0, cached
 
 
+def test_drafts_that_are_drawn(tiny_checkpoints: Path) -> None:
+    """Their answers are others than plain decode's, and their entries are those of their own answers."""
+    hf = HFReference(tiny_checkpoints / "eseries")
+    driver = SchedulerDriver(
+        tiny_checkpoints / "eseries",
+        tiny_checkpoints / "eseries-assistant",
+        3,
+        **FLAGS,
+        speculative_use_rejection_sampling=True,
+    )
+    outs = driver.run(PROMPTS, PARAMS, wishes=WISHES)
+    assert sum(out.spec.accepted_tokens for out in outs if out.spec is not None) > 0
+    for out, prompt, params, wish in zip(outs, PROMPTS, PARAMS, WISHES, strict=True):
+        check(out, prompt, params, wish, hf)
+
+
 @pytest.mark.parametrize("steps", [0, 4])
 def test_retraction_keeps_what_was_collected(steps: int, tiny_checkpoints: Path) -> None:
     hf = HFReference(tiny_checkpoints / "eseries")

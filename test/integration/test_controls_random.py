@@ -98,6 +98,7 @@ class Engines:
         self.plain = SchedulerDriver(target, None, 0, **common)
         self.others = {
             "chain": SchedulerDriver(target, assistant, 4, page_size=4, chunked_prefill_size=12, **common),
+            "mixed": SchedulerDriver(target, assistant, 3, enable_mixed_chunk=True, chunked_prefill_size=8, **common),
             "tree": SchedulerDriver(
                 target, assistant, 3, **common, speculative_eagle_topk=2, speculative_num_draft_tokens=7
             ),
@@ -115,7 +116,8 @@ class Engines:
         alone = [run(self.plain, [wish])[0] for wish in asked]
         self.compare("batch", run(self.plain, asked, arrivals=list(range(len(asked)))), alone, asked)
         for name, driver in self.others.items():
-            self.compare(name, run(driver, asked), alone, asked)
+            arrivals = [3 * i for i in range(len(asked))] if name == "mixed" else None
+            self.compare(name, run(driver, asked, arrivals), alone, asked)
 
     def compare(self, name: str, outs: list[TokenOut], alone: list[TokenOut], asked: Sequence[Wish]) -> None:
         for out, ref, wish in zip(outs, alone, asked, strict=True):
@@ -200,7 +202,7 @@ def test_each_control_acts_and_is_the_same_on_and_off(name: str, trained: Engine
     assert with_it != without, "the control has no effect"
 
 
-@pytest.mark.parametrize("mode", ["plain", "chain", "tree"])
+@pytest.mark.parametrize("mode", ["plain", "chain", "mixed", "tree"])
 @pytest.mark.parametrize("length", [0, 1, 5])
 def test_a_failing_processor_ends_its_own_request_only(
     mode: str, length: int, trained: Engines, questions: list[list[int]]
