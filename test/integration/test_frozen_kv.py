@@ -69,8 +69,8 @@ class Rounds:
         return gained
 
 
-def make_worker(folder: Path, kind: str, steps: int = 4) -> FrozenKVMTPWorker:
-    worker = SchedulerDriver(folder / kind, folder / f"{kind}-assistant", steps).worker
+def make_worker(folder: Path, kind: str, steps: int = 4, **options: object) -> FrozenKVMTPWorker:
+    worker = SchedulerDriver(folder / kind, folder / f"{kind}-assistant", steps, **options).worker
     assert isinstance(worker, FrozenKVMTPWorker)
     return worker
 
@@ -108,6 +108,43 @@ def test_draft_after_rejection_equals_draft_after_fresh_prefill(kind: str, tiny_
     fresh.prefill()
     assert list(fresh.req.token_ids) == tokens
     assert torch.equal(fresh.draft().draft_tokens, after)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_accepted_branch_leaves_the_kv_of_plain_decode(kind: str, page_size: int, tiny_checkpoints: Path) -> None:
+    """The tokens to come, on branches that are never the first, among wrong ones."""
+    prompt = list(range(40, 61))
+    params = SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True)
+    _, *right = SchedulerDriver(tiny_checkpoints / kind, None, 0).tokens([prompt], [params])[0]
+    tree = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 7, "page_size": page_size}
+    worker = make_worker(tiny_checkpoints, kind, 3, **tree)
+    rounds = Rounds(worker, prompt)
+    rounds.prefill()
+    parents = torch.tensor([[0, 0, 0, 1, 2, 2, 5]])
+    depths = torch.tensor([[0, 1, 1, 2, 2, 2, 3]])
+    nodes = torch.tensor(
+        [[rounds.req.token_ids[-1], right[0] ^ 1, right[0], right[1], right[1] ^ 1, right[1], right[2]]]
+    )
+    with torch.inference_mode():
+        result = worker.verify(rounds.batch(), FrozenKVMTPVerifyInput(nodes, len(prompt) + depths, parents))
+    assert result.accept_lens.tolist() == [4] and result.next_token_ids[0, :3].tolist() == list(right)
+    kv, pool = rounds.req.kv, worker.target.memory.pool
+    rounds.req.token_ids.extend(result.next_token_ids[0].tolist())
+    worker.kv_manager.commit(kv, len(rounds.req.token_ids) - 1)
+    rounds.seed = result.next_draft_input
+    after, tokens = rounds.draft().draft_tokens, list(rounds.req.token_ids)
+    slots = torch.from_numpy(worker.kv_manager.locs(kv, 0, kv.committed_len))
+    written = [buffer[slots] for spec in pool.layout.owners for buffer in pool.get_kv_buffer(spec.layer_id)]
+    worker.kv_manager.close(kv, tokens)
+    assert worker.kv_manager.flush()
+    fresh = Rounds(worker, tokens[:-1])
+    fresh.prefill()
+    assert list(fresh.req.token_ids) == tokens and torch.equal(fresh.draft().draft_tokens, after)
+    slots = torch.from_numpy(worker.kv_manager.locs(fresh.req.kv, 0, len(tokens) - 1))
+    expected = [buffer[slots] for spec in pool.layout.owners for buffer in pool.get_kv_buffer(spec.layer_id)]
+    for got, wanted in zip(written, expected, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_uncommitted_slots_are_invisible(tiny_checkpoints: Path) -> None:
