@@ -322,7 +322,13 @@ BAD = [
         "regex and ebnf exclude each other",
         "regex",
     ),
-    ("/generate", {"text": "a", "return_logprob": True}, 400, "return_logprob is not supported", "return_logprob"),
+    (
+        "/generate",
+        {"text": "a", "return_logprob": "yes"},
+        400,
+        "return_logprob must be true or false",
+        "return_logprob",
+    ),
     ("/abort_request", {}, 400, "rid must name a request", "rid"),
     ("/abort_request", {"abort_all": "yes"}, 400, "abort_all must be true or false", "abort_all"),
     ("/nothing", {}, 404, "there is nothing at /nothing", None),
@@ -340,6 +346,16 @@ BAD_CHAT = [
     ),
     ({"messages": _HELLO, "tools": [{}]}, "tools[0].function must be an object", "tools[0].function"),
     ({"messages": _HELLO, "response_format": {"type": "json"}}, "response_format must be", "response_format"),
+    (
+        {
+            "messages": _HELLO,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}},
+        },
+        'response_format cannot be used: Unsupported type "nothing"',
+        "response_format",
+    ),
+    ({"messages": _HELLO, "regex": "("}, "regex cannot be used: Regex parsing error", "regex"),
+    ({"messages": _HELLO, "response_format": {"type": "structural_tag"}}, "cannot be used", "response_format"),
     ({"messages": _HELLO, "logprobs": True}, "logprobs is not supported yet", "logprobs"),
     ({"messages": _HELLO, "n": 0}, "n must be an integer", "n"),
     ({"messages": _HELLO, "max_completion_tokens": 9000}, "max_completion_tokens is 9000", "max_completion_tokens"),
@@ -365,6 +381,28 @@ def test_each_bad_request_is_one_clear_error(http: httpx.Client, client: openai.
         assert len(error["message"]) < 600 and "\n" not in error["message"]
         assert set(error) == {"message", "type", "param", "code"}
     assert _ask(client, COUNT).choices[0].message.content == COUNTED
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_response_format(client: openai.OpenAI, http: httpx.Client, thinking: bool) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"first": {"type": "integer", "maximum": 50}, "colour": {"enum": ["red", "blue"]}},
+        "required": ["first", "colour"],
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+    template = {"chat_template_kwargs": {"enable_thinking": thinking}}
+    reply = _ask(client, COUNT, response_format=form, extra_body=template).choices[0]
+    answer = json.loads(reply.message.content.rsplit("\n", 1)[-1])
+    assert set(answer) == {"first", "colour"} and answer["first"] <= 50 and answer["colour"] in ("red", "blue")
+    assert reply.finish_reason == "stop"
+    whole = _ask(client, COUNT, response_format={"type": "json_object"}, max_tokens=300).choices[0]
+    assert whole.finish_reason == "length" or isinstance(json.loads(whole.message.content), dict)
+    body = {"prompt": "<bos>", "temperature": 0, "response_format": form, "max_tokens": 60}
+    text = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    assert set(json.loads(text)) == {"first", "colour"}
+    assert _ask(client, COUNT, extra_body={"regex": "[a-c]{3}"}).choices[0].message.content.strip("abc") == ""
+    _assert_balanced(http)
 
 
 def test_body_that_is_too_large(server: ServerProcess, http: httpx.Client) -> None:

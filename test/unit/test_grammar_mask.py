@@ -7,7 +7,9 @@ from array import array
 import torch
 
 from sglang.srt.layers.grammar_mask import GrammarDrafts, apply_grammar_masks
+from sglang.srt.layers.sampler import sample_tokens
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 VOCAB, INF = 45, float("inf")
@@ -113,3 +115,18 @@ def test_drafts_follow_the_grammars_and_leave_them_where_they_were() -> None:
     assert not torch.isinf(logits).any(), "behind a draft that was not legal as well"
     grammars.close()
     assert [req.grammar.path for req in reqs[1:]] == [[30], [42]]  # type: ignore[union-attr]
+
+
+def test_sampled_tokens_have_the_model_s_probabilities_among_the_allowed() -> None:
+    num = 20_000
+    logits = torch.randn(VOCAB) * 2
+    row = logits.clone()[None]
+    apply_grammar_masks(row, [make(30)], torch.tensor([[30]]))
+    params = SamplingParams(temperature=0.7)
+    info = SamplingBatchInfo.from_params([params] * num, list(range(num)), torch.device("cpu"))
+    drawn = sample_tokens(row.repeat(num, 1), info, torch.full((num,), 5))
+    wanted = torch.softmax(logits[[31, 32]] / 0.7, dim=0)
+    counts = torch.bincount(drawn, minlength=VOCAB)
+    assert counts[[31, 32]].sum() == num
+    error = (wanted[0] * wanted[1] / num).sqrt()
+    assert abs(counts[31] / num - wanted[0]) < 4 * error
