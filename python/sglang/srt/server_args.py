@@ -55,15 +55,8 @@ logger = logging.getLogger(__name__)
 
 _INT32_MAX = (1 << 31) - 1
 _DEFAULT_MAX_GRAPH_BS = 256
-_MODEL, _HTTP, _MEMORY, _RUNTIME, _LOG, _API, _SPEC = (
-    "Model and tokenizer",
-    "HTTP server",
-    "Memory and scheduling",
-    "Runtime",
-    "Logging",
-    "API",
-    "Speculative decoding",
-)
+_MODEL, _HTTP, _MEMORY = "Model and tokenizer", "HTTP server", "Memory and scheduling"
+_RUNTIME, _LOG, _API, _SPEC = "Runtime", "Logging", "API", "Speculative decoding"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,133 @@
+"""`bench_serving` against a real server, its figures against the server's own `/metrics`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from fixtures.server_process import ServerProcess, ready_server
+from sglang import bench_serving
+
+LOAD = ("--num-prompts", "12", "--max-concurrency", "4", "--disable-tqdm", "--output-details")
+SIZES = ("--random-input-len", "60", "--random-output-len", "24", "--random-range-ratio", "0.5")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    args = ("--speculative-algorithm", "FROZEN_KV_MTP", "--enable-metrics", "--api-key", "user")
+    with ready_server(tmp_path_factory.mktemp("operations"), *args, "--admin-api-key", "admin") as running:
+        yield running
+
+
+def _scrape(server: ServerProcess) -> dict[str, float]:
+    """Values summed over labels, by name without prefix; the page needs no key."""
+    page = httpx.get(f"{server.url}/metrics").raise_for_status().text
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            name = sample.name.removeprefix("sglang:")
+            found[name] = found.get(name, 0) + sample.value
+    return found
+
+
+def _bench(server: ServerProcess, folder: Path, *argv: str) -> tuple[dict[str, Any], dict[str, float]]:
+    """The record of a run, and what `/metrics` counted meanwhile."""
+    file = folder / "runs.jsonl"
+    before = _scrape(server)
+    key = ("--base-url", server.url, "--api-key", "user", "--warmup-requests", "0", "--output-file", str(file))
+    assert bench_serving.main([*key, *LOAD, *SIZES, *argv]) == 0
+    after = _scrape(server)
+    return json.loads(file.read_text().splitlines()[-1]), {name: after[name] - before[name] for name in after}
+
+
+@pytest.mark.parametrize("backend", ["sglang", "sglang-oai", "sglang-oai-chat"])
+def test_figures_agree_with_metrics(
+    server: ServerProcess, tmp_path: Path, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, counted = _bench(server, tmp_path, "--backend", backend)
+    assert "Serving Benchmark Result" in capsys.readouterr().out
+    assert record["completed"] == counted["num_requests_total"] == 12 and record["failed"] == 0
+    assert counted["num_aborted_requests_total"] == 0
+    assert record["total_input_tokens"] == counted["prompt_tokens_total"]
+    assert record["total_output_tokens"] == counted["generation_tokens_total"] == sum(record["output_lens"])
+    accepted, verified = counted["spec_accepted_tokens_total"], counted["spec_verifications_total"]
+    assert record["accept_length"] == pytest.approx(1 + accepted / verified)
+    assert 1 <= record["accept_length"] <= 5 and record["max_concurrent_requests"] == 4
+    # the client's clock starts before the server's and ends after it, by what one machine needs to carry bytes
+    slack_s = 0.25
+    for name, metric in (("ttft", "time_to_first_token_seconds"), ("e2e_latency", "e2e_request_latency_seconds")):
+        assert counted[f"{metric}_count"] == 12
+        mean_s = counted[f"{metric}_sum"] / 12
+        assert mean_s < record[f"mean_{name}_ms"] / 1e3 < mean_s + slack_s, name
+    assert counted["inter_token_latency_seconds_count"] == record["total_output_tokens"] - 12
+    # all times between tokens add up to the time from the first token to the last one
+    between_s = sum(map(sum, record["itls"]))
+    assert between_s == pytest.approx(counted["inter_token_latency_seconds_sum"], abs=12 * 0.1)
+    assert record["duration"] * record["output_throughput"] == pytest.approx(record["total_output_tokens"])
+    assert counted["decode_step_seconds_count"] > 0
+    assert counted["decode_step_seconds_sum"] + counted["prefill_step_seconds_sum"] <= record["duration"]
+
+
+def test_shared_prefixes_are_reused(server: ServerProcess, tmp_path: Path) -> None:
+    sizes = ("--gsp-num-groups", "2", "--gsp-prompts-per-group", "4", "--gsp-system-prompt-len", "64")
+    rest = ("--gsp-question-len", "8", "--gsp-output-len", "4", "--tokenize-prompt", "--max-concurrency", "1")
+    record, counted = _bench(server, tmp_path, "--dataset-name", "generated-shared-prefix", *sizes, *rest)
+    assert record["total_input_tokens"] == 8 * 72 and record["total_output_tokens"] == 8 * 4
+    # each group computes its prefix once
+    assert 6 * 64 <= counted["cached_tokens_total"] < 8 * 64
+
+
+def test_whole_replies_and_what_they_leave_out(server: ServerProcess, tmp_path: Path) -> None:
+    record, counted = _bench(server, tmp_path, "--disable-stream", "--request-rate", "500")
+    assert record["total_output_tokens"] == counted["generation_tokens_total"] and record["request_rate"] == 500
+    assert record["mean_e2e_latency_ms"] > 0 and record["mean_ttft_ms"] == record["mean_itl_ms"] == 0
+    assert counted["time_to_first_token_seconds_count"] == 0 and counted["e2e_request_latency_seconds_count"] == 12
+
+
+def test_state_of_the_scheduler_while_it_runs(server: ServerProcess) -> None:
+    headers = {"Authorization": "Bearer user"}
+    params = {"max_new_tokens": 4000, "ignore_eos": True}
+    body = {"input_ids": [50] * 100, "stream": True, "sampling_params": params}
+    before = _scrape(server)
+    with httpx.stream("POST", f"{server.url}/generate", json=body, headers=headers) as stream:
+        lines = stream.iter_lines()
+        for _ in range(30):
+            next(lines)
+        running = _scrape(server)
+    assert running["scheduler_responds"] == running["num_running_reqs"] == 1 and running["num_queue_reqs"] == 0
+    assert running["num_used_tokens"] > 100 and 0 < running["token_usage"] < 1
+    assert running["kv_cache_tokens"] == running["max_total_num_tokens"]
+    assert running["spec_accept_length"] >= 1
+    deadline = 200
+    while (after := _scrape(server))["num_running_reqs"] and deadline:
+        deadline -= 1
+    assert after["num_aborted_requests_total"] - before["num_aborted_requests_total"] == 1
+    assert after["num_used_tokens"] == 0 and after["process_resident_memory_bytes"] > 0
+
+
+def test_a_run_that_cannot_be(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_serving.main(["--base-url", server.url, "--api-key", "wrong"]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+    bad = ("--extra-request-body", '{"bogus": 1}', "--num-prompts", "2")
+    assert bench_serving.main(["--base-url", server.url, "--api-key", "user", *bad]) == 1
+    assert "bogus is not a known field" in capsys.readouterr().err
+
+
+def test_the_keys(server: ServerProcess) -> None:
+    def post(path: str, key: str) -> int:
+        return httpx.post(server.url + path, headers={"Authorization": f"Bearer {key}"}).status_code
+
+    assert [post("/flush_cache", key) for key in ("none", "user", "admin")] == [401, 401, 200]
+    assert [post("/pause_generation", key) for key in ("user", "admin")] == [401, 200]
+    assert httpx.get(f"{server.url}/ready").status_code == 503
+    assert post("/continue_generation", "admin") == 200
+    assert httpx.get(f"{server.url}/ready").status_code == 200
+    info = httpx.get(f"{server.url}/server_info", headers={"Authorization": "Bearer admin"}).json()
+    assert info["enable_metrics"] is True and not {"api_key", "admin_api_key"} & set(info)
+    assert "admin" not in json.dumps(info)
