@@ -132,10 +132,12 @@ def test_answers_beside_constrained_ones_are_as_they_were(drivers: dict[int, Sch
     free = [SamplingParams(max_new_tokens=40, **controls(i)) for i in range(4)]
     prompts = [prompt(question) for question in QUESTIONS[:4]]
     alone = drivers[0].tokens(prompts, free)
-    bound = [SamplingParams(json_schema=json.dumps(SCHEMAS[i]), max_new_tokens=200) for i in range(4)]
-    for steps in (0, 4):
-        outs = drivers[steps].tokens(prompts * 2, [*free, *bound], arrivals=[0, 0, 0, 0, 1, 2, 3, 6])
-        assert outs[:4] == alone
+    bound = [SamplingParams(json_schema=json.dumps(SCHEMAS[i]), max_new_tokens=200, **controls(i)) for i in range(4)]
+    alone += drivers[0].tokens(prompts, bound)
+    # the last one pads its steps, and starts them ahead of results where no request has a grammar
+    for driver in (drivers[0], drivers[4], make_driver(4, cuda_graph_bs=(1, 2, 4, 8))):
+        for arrivals in ([0, 0, 0, 0, 1, 2, 3, 6], [4, 3, 9, 1, 0, 0, 2, 0]):
+            assert driver.tokens(prompts * 2, [*free, *bound], arrivals=arrivals) == alone
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
@@ -220,9 +222,10 @@ def test_chunks_pages_and_prefixes(drivers: dict[int, SchedulerDriver]) -> None:
     params = [SamplingParams(json_schema=json.dumps(SCHEMAS[i]), max_new_tokens=200, **controls(i)) for i in range(4)]
     prompts = [prompt("Tell me a story. " * 6 + QUESTIONS[i]) for i in range(4)]
     expected = drivers[0].tokens(prompts, params)
-    driver = make_driver(3, page_size=16, chunked_prefill_size=16)
-    for arrivals in ([0, 0, 0, 0], [0, 2, 4, 9]):
-        assert driver.tokens(prompts, params, arrivals=arrivals) == expected
+    for mixed in (False, True):
+        driver = make_driver(3, page_size=16, chunked_prefill_size=16, enable_mixed_chunk=mixed)
+        for arrivals in ([0, 0, 0, 0], [0, 2, 4, 9]):
+            assert driver.tokens(prompts, params, arrivals=arrivals) == expected
 
 
 class SlowBackend:
