@@ -78,6 +78,27 @@ def test_float32_on_a_gpu_gives_the_tokens_of_a_cpu(kind: str, tiny_checkpoints:
         assert replayed and all(replayed)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative_eagle_topk": 2},
+        {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12, "page_size": 16},
+        {"speculative_use_rejection_sampling": True},
+    ],
+    ids=["tree", "bushy tree", "sampled drafts"],
+)
+@pytest.mark.parametrize("kind", ["dense_keqv", "eseries"])
+def test_trees_and_sampled_drafts_are_captured_too(kind: str, options: dict[str, Any], tiny_checkpoints: Path) -> None:
+    target, assistant = tiny_checkpoints / kind, tiny_checkpoints / f"{kind}-assistant"
+    expected = SchedulerDriver(target, None, 0).tokens(PROMPTS, GREEDY)
+    driver = gpu(target, assistant, 3, "float32", **options)
+    replayed = replays(driver)
+    assert driver.tokens(PROMPTS, GREEDY) == expected
+    eager = gpu(target, assistant, 3, "float32", disable_cuda_graph=True, **options)
+    assert driver.tokens(PROMPTS, SAMPLED) == eager.tokens(PROMPTS, SAMPLED)
+    assert replayed and all(replayed)
+
+
 def test_the_trained_pair_answers_alike_on_cpu_and_gpu(trained_pair: EmbeddedModel) -> None:
     expected = SchedulerDriver(trained_pair.target, None, 0).tokens(PROMPTS, GREEDY)
     for num_steps in (0, 4):

@@ -36,7 +36,7 @@ def round_lengths(spec: SpecConfig, *, captured: bool) -> tuple[int, ...]:
     """
     most = spec.num_draft_tokens - 1
     if spec.topk > 1:
-        return (0, most)
+        return (0, most) if spec.adaptive or not captured else (most,)
     if spec.sample_drafts and not spec.adaptive:
         return (most,)
     return draft_lengths(most, coarse=captured) if spec.adaptive or not captured else (most,)
