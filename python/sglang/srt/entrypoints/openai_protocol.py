@@ -34,6 +34,8 @@ _SAMPLING_FIELDS: Mapping[str, str] = {
     "seed": "sampling_seed",
     "skip_special_tokens": "skip_special_tokens",
     "spaces_between_special_tokens": "spaces_between_special_tokens",
+    "speculative": "speculative",
+    "speculative_num_steps": "speculative_num_steps",
     "stop": "stop",
     "stop_regex": "stop_regex",
     "stop_token_ids": "stop_token_ids",
@@ -52,7 +54,16 @@ _NO_EFFECT = (
     "store",
     "user",
 )
-_COMMON = (*_SAMPLING_FIELDS, *_NO_EFFECT, "model", "response_format", "rid", "stream", "stream_options")
+_COMMON = (
+    *_SAMPLING_FIELDS,
+    *_NO_EFFECT,
+    "model",
+    "response_format",
+    "rid",
+    "speculative_usage",
+    "stream",
+    "stream_options",
+)
 _CHAT_FIELDS = (
     *_COMMON,
     "add_generation_prompt",
@@ -97,13 +108,14 @@ _REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max"
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What chat and text completions have in common."""
+    """What chat and text completions have in common. ``spec_usage``: usage tells what speculation did."""
 
     model: str | None
     rid: str | None
     sampling_params: SamplingParams
     stream: bool
     include_usage: bool
+    spec_usage: bool
     clamp_length: bool
 
 
@@ -223,6 +235,7 @@ def _parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any], length_
         sampling_params=SamplingParams.from_dict({**defaults, **given}),
         stream=stream,
         include_usage=_parse_stream_options(body.get("stream_options"), stream),
+        spec_usage=_flag(body, "speculative_usage", False),
         clamp_length="max_new_tokens" not in given,
     )
 
@@ -286,8 +299,11 @@ def _text(body: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def usage(outputs: Sequence[GenerateOutput], num_samples: int, reasoning_tokens: int = 0) -> dict[str, Any]:
-    """Token counts of a request; a prompt counts once, however many samples it has. One output per sequence."""
+def usage(
+    outputs: Sequence[GenerateOutput], num_samples: int, reasoning_tokens: int = 0, *, spec: bool = False
+) -> dict[str, Any]:
+    """Token counts of a request; a prompt counts once, however many samples it has. One output per sequence. ``spec``:
+    with what speculation did, where it ran."""
     prompts = [out for out in outputs if out.index % num_samples == 0]
     prompt_tokens = sum(out.prompt_tokens for out in prompts)
     completion_tokens = sum(out.completion_tokens for out in outputs)
@@ -297,7 +313,24 @@ def usage(outputs: Sequence[GenerateOutput], num_samples: int, reasoning_tokens:
         "total_tokens": prompt_tokens + completion_tokens,
         "reasoning_tokens": reasoning_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(out.cached_tokens for out in prompts)},
-        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens, **(_spec_details(outputs) if spec else {})},
+    }
+
+
+def _spec_details(outputs: Sequence[GenerateOutput]) -> dict[str, Any]:
+    """OpenAI's names for predicted tokens, and what they come from; empty without speculation."""
+    stats = [out.spec for out in outputs if out.spec is not None]
+    if not stats:
+        return {}
+    accepted, rounds = sum(s.accepted_tokens for s in stats), sum(s.verify_ct for s in stats)
+    taken = [sum(counts) for counts in zip(*(s.accepted_by_position for s in stats), strict=True)]
+    drafted = [sum(counts) for counts in zip(*(s.drafted_by_position for s in stats), strict=True)]
+    return {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": sum(s.draft_tokens for s in stats) - accepted,
+        "spec_verify_ct": rounds,
+        "spec_accept_length": (accepted + rounds) / max(rounds, 1),
+        "spec_accept_by_position": [a / max(d, 1) for a, d in zip(taken, drafted, strict=True)],
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,8 +146,11 @@ class _Completion:
         except ValueError as error:
             raise in_openai_terms(error, self._body) from error
         choices = [self._shape.choice(out) for out in outputs]
-        totals = usage(outputs, self._options.sampling_params.n, self._shape.reasoning_tokens)
-        return {**self._head, "object": self._shape.whole, "choices": choices, "usage": totals}
+        return {**self._head, "object": self._shape.whole, "choices": choices, "usage": self._usage(outputs)}
+
+    def _usage(self, outputs: Sequence[GenerateOutput]) -> dict[str, Any]:
+        options = self._options
+        return usage(outputs, options.sampling_params.n, self._shape.reasoning_tokens, spec=options.spec_usage)
 
     async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
         """Chunks of the reply, each with a piece of one choice; the last one has the usage if it was asked for."""
@@ -165,5 +168,4 @@ class _Completion:
         except ValueError as error:
             raise in_openai_terms(error, self._body) from error
         if self._options.include_usage:
-            totals = usage(list(latest.values()), self._options.sampling_params.n, self._shape.reasoning_tokens)
-            yield {**head, "choices": [], "usage": totals}
+            yield {**head, "choices": [], "usage": self._usage(list(latest.values()))}

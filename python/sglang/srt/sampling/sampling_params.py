@@ -163,7 +163,7 @@ def _without_switch(values: Mapping[str, Any]) -> dict[str, Any]:
     """``speculative`` as the length it stands for."""
     rest = dict(values)
     wanted = rest.pop("speculative", None)
-    if wanted not in (None, True, False):
+    if wanted is not None and not isinstance(wanted, bool):
         raise ValueError(f"speculative must be true or false, got {wanted!r:.200}")
     if wanted is False:
         rest["speculative_num_steps"] = 0
