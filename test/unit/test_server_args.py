@@ -333,8 +333,6 @@ def test_unsupported_flags_on_the_command_line() -> None:
         "1",
         "--disable-piecewise-cuda-graph",
         "--dp=1",
-        "--grammar-backend",
-        "none",
     ]
     assert parse(*neutral, "--port", "31000") == parse("--port", "31000")
     for argv, reason in [
@@ -345,7 +343,6 @@ def test_unsupported_flags_on_the_command_line() -> None:
         (["--lora-paths", "a=b", "c=d"], "--lora-paths"),
         (["--enable-trace"], "--enable-trace is not supported: tracing"),
         (["--tool-server=demo"], "--tool-server"),
-        (["--enable-mixed-chunk"], "--enable-mixed-chunk"),
         (["--enable-piecewise-cuda-graph"], "--enable-piecewise-cuda-graph"),
     ]:
         with pytest.raises(ValueError, match=reason):
