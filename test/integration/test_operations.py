@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fixtures.server_process import ServerProcess, ready_server
+from fixtures.source_tree import ROOT
 from sglang import bench_serving
+from sglang.srt.server_args import prepare_server_args
 
 LOAD = ("--num-prompts", "12", "--max-concurrency", "4", "--disable-tqdm", "--output-details")
 SIZES = ("--random-input-len", "60", "--random-output-len", "24", "--random-range-ratio", "0.5")
@@ -131,3 +134,20 @@ def test_the_keys(server: ServerProcess) -> None:
     info = httpx.get(f"{server.url}/server_info", headers={"Authorization": "Bearer admin"}).json()
     assert info["enable_metrics"] is True and not {"api_key", "admin_api_key"} & set(info)
     assert "admin" not in json.dumps(info)
+
+
+def test_the_documented_commands(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    start, scrape = _commands("observability.md")
+    args = prepare_server_args(start.removeprefix("python -m sglang.launch_server ").split())
+    assert args.enable_metrics and scrape == f"curl http://127.0.0.1:{args.port}/metrics"
+    (bench,) = _commands("benchmarking.md")
+    options = bench.removeprefix("python -m sglang.bench_serving ").split()
+    here = ("--base-url", server.url, "--api-key", "user", "--disable-tqdm", "--num-prompts", "3")
+    assert bench_serving.main([*options, *here]) == 0
+    assert re.search(r"Successful requests: +3$", capsys.readouterr().out, flags=re.MULTILINE)
+
+
+def _commands(page: str) -> list[str]:
+    """Lines of the page's shell blocks."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
+    return [line for block in blocks for line in block.strip().splitlines()]

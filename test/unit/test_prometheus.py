@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from fixtures.source_tree import ROOT
 from sglang.srt.entrypoints.prometheus import ServerMetrics
 from sglang.srt.managers.generate_output import GenerateOutput
 from sglang.srt.managers.histogram import Histogram
 from sglang.srt.managers.io_struct import FinishReason
 
+DOCS = ROOT / "docs"
 END = FinishReason("length", length=9)
 ABORT = FinishReason("abort", message="aborted")
 
@@ -34,6 +38,27 @@ def _samples(metrics: ServerMetrics, scheduler: dict[str, Any] | None = None) ->
                 assert labels.pop("model_name") == 'a "model"'
                 found[(sample.name.removeprefix("sglang:"), *labels.values())] = sample.value
     return found
+
+
+def _scheduler_info() -> dict[str, Any]:
+    """What a scheduler with two drafts replies to ``server_info``."""
+    steps = Histogram((0.01, 0.1))
+    for seconds in (0.01, 0.02, 5.0):
+        steps.observe(seconds)
+    totals = {"prompt_tokens": 40, "cached_tokens": 10, "num_retractions": 2, "verify_ct": 20}
+    return {
+        "totals": totals | {"accepted_by_position": [15, 5]},
+        "kv_cache": {"total": 100, "free": 50, "evictable": 20, "protected": 5, "owned": 25, "open_requests": 1},
+        "num_running_reqs": 3,
+        "num_queue_reqs": 1,
+        "token_usage": 0.5,
+        "last_gen_throughput": 70.0,
+        "prefill_step_s": Histogram((1.0,)).to_dict(),
+        "decode_step_s": steps.to_dict(),
+        "last_spec_accept_length": 0.0,
+        "avg_spec_accept_length": 2.0,
+        "spec_accept_by_position": [0.75, 0.25],
+    }
 
 
 @pytest.fixture
@@ -90,23 +115,7 @@ def test_no_new_token_is_not_a_prompt_twice(metrics: ServerMetrics) -> None:
 
 def test_the_scheduler(metrics: ServerMetrics) -> None:
     assert _samples(metrics)["scheduler_responds",] == 0
-    steps = Histogram((0.01, 0.1))
-    for seconds in (0.01, 0.02, 5.0):
-        steps.observe(seconds)
-    totals = {"prompt_tokens": 40, "cached_tokens": 10, "num_retractions": 2, "verify_ct": 20}
-    info = {
-        "totals": totals | {"accepted_by_position": [15, 5]},
-        "kv_cache": {"total": 100, "free": 50, "evictable": 20, "protected": 5, "owned": 25, "open_requests": 1},
-        "num_running_reqs": 3,
-        "num_queue_reqs": 1,
-        "token_usage": 0.5,
-        "last_gen_throughput": 70.0,
-        "prefill_step_s": Histogram((1.0,)).to_dict(),
-        "decode_step_s": steps.to_dict(),
-        "last_spec_accept_length": 0.0,
-        "avg_spec_accept_length": 2.0,
-        "spec_accept_by_position": [0.75, 0.25],
-    }
+    info = _scheduler_info()
     found = _samples(metrics, info)
     assert found["scheduler_responds",] == 1
     assert (found["num_running_reqs",], found["num_queue_reqs",], found["token_usage",]) == (3, 1, 0.5)
@@ -132,3 +141,27 @@ def test_a_histogram_travels() -> None:
 def test_openmetrics(metrics: ServerMetrics) -> None:
     page, content_type = metrics.render("application/openmetrics-text; version=1.0.0", None)
     assert content_type.startswith("application/openmetrics-text") and page.endswith(b"# EOF\n")
+
+
+def test_documents_and_dashboard_name_the_metrics_there_are(metrics: ServerMetrics) -> None:
+    page = metrics.render("", _scheduler_info())[0].decode()
+    # counters have their suffix in the text format, also where it names the family
+    there = set(re.findall(r"^# TYPE (sglang:\w+)", page, flags=re.MULTILINE))
+    assert len(there) > 20
+    assert set(re.findall(r"`(sglang:\w+)`", (DOCS / "observability.md").read_text())) == there
+    dashboard = json.loads((DOCS / "observability" / "grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    queries += [item["query"] for item in dashboard["templating"]["list"]]
+    names = re.findall(r"sglang:\w+", " ".join(queries))
+    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
+    assert len(queries) > 30 and shown <= there, shown - there
+    # what is derived from others, or nearly the same as another, needs no graph of its own
+    assert {name.removeprefix("sglang:") for name in there - shown} == {
+        "cache_hit_rate",
+        "gen_throughput",
+        "max_total_num_tokens",
+        "num_used_tokens",
+        "spec_accept_length",
+        "spec_accept_rate_by_position",
+        "token_usage",
+    }
