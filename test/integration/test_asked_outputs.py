@@ -231,6 +231,14 @@ def test_streams_and_samples(engine: Engine) -> None:
     assert ["output_token_logprobs" in r["meta_info"] for r in replies] == [True, True, False, False]
 
 
+def test_scoring_a_prompt_without_an_answer(engine: Engine) -> None:
+    params = {"temperature": 0.0, "max_new_tokens": 0}
+    meta = engine.generate(PROMPT, params, return_logprob=True, logprob_start_len=0)["meta_info"]
+    assert meta["output_token_logprobs"] == [] and meta["completion_tokens"] == 0
+    entries = meta["input_token_logprobs"]
+    assert len(entries) == meta["prompt_tokens"] and all(entry[0] < 0 for entry in entries[1:])
+
+
 def test_what_is_refused(engine: Engine) -> None:
     params = {"max_new_tokens": 2}
     with pytest.raises(ValueError, match=r"logprob_start_len is 999, but the prompt has"):

@@ -6,6 +6,7 @@ Shapes: B requests, N rows each in a decode step, R rows, V vocabulary, H hidden
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -63,6 +64,43 @@ class KeptRows:
         for token in run[:-1]:
             path.append(next(i for i in range(1, len(tokens)) if parents[i] == path[-1] and tokens[i] == token))
         return path
+
+
+def kept_rows(reqs: Sequence[Req], extend_lens: Sequence[int]) -> tuple[int, ...] | None:
+    """How many of each request's last rows in an extend are wanted, at least one; None when nobody asked for any."""
+    if all(req.asked is None for req in reqs):
+        return None
+    return tuple(
+        1 if req.asked is None else min(n, max(1, req.asked.rows_of(req.committed_len + n)))
+        for req, n in zip(reqs, extend_lens, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendedRows:
+    """What an extend computed, per request: the position behind its rows, and the hidden states of those that are kept,
+    [kept, H]; ``logits`` [B, V], which chose ``tokens`` [B]."""
+
+    ends: Sequence[int]
+    hidden: Sequence[torch.Tensor]
+    logits: torch.Tensor
+    tokens: torch.Tensor
+
+    def outputs(
+        self, reqs: Sequence[Req], head: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[ReqOutputs | None, ...]:
+        """``head`` makes logits of hidden states."""
+        return tuple(None if req.asked is None else self._outputs(b, req, head) for b, req in enumerate(reqs))
+
+    def _outputs(self, b: int, req: Req, head: Callable[[torch.Tensor], torch.Tensor]) -> ReqOutputs:
+        assert req.asked is not None
+        end, hidden, outputs = self.ends[b], self.hidden[b], ReqOutputs()
+        if req.asked.rows_of(end):
+            outputs = outputs_of_prompt(req, end - len(hidden), hidden, head)
+        if end < len(req.token_ids):
+            return outputs
+        run = outputs_of_run(req, self.tokens[b : b + 1].tolist(), self.logits[b : b + 1], hidden[-1:])
+        return replace(outputs, logprobs=run.logprobs, hidden_states=run.hidden_states)
 
 
 def outputs_of_run(req: Req, run: Sequence[int], logits: torch.Tensor, hidden: torch.Tensor | None) -> ReqOutputs:

@@ -5,13 +5,13 @@ Shapes: B requests, N rows per request in a decode step, V vocabulary, H hidden 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from sglang.srt.layers.asked_outputs import outputs_of_prompt, outputs_of_run
+from sglang.srt.layers.asked_outputs import ExtendedRows, kept_rows
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.grammar_mask import apply_grammar_masks
 from sglang.srt.layers.logit_controls import apply_logit_controls
@@ -146,10 +146,9 @@ class TpModelWorker:
         assert out.hidden_states is not None
         # without layers that share KV, every row of the prompts went all the way
         last, hidden = np.cumsum(batch.extend_lens if fb.tail is None else kept) - 1, out.hidden_states
-        outputs = tuple(
-            self._asked(req, ends[b], kept[b], hidden[last[b] - kept[b] + 1 : last[b] + 1], out, b, tokens)
-            for b, req in enumerate(batch.reqs)
-        )
+        states = [hidden[end - n + 1 : end + 1] for end, n in zip(last, kept, strict=True)]
+        extended = ExtendedRows(ends, states, out.next_token_logits, tokens)
+        outputs = extended.outputs(batch.reqs, self.runner.model.compute_logits)
         return tokens, hidden[self._tensor(last)], outputs
 
     def describe(self) -> dict[str, object]:
@@ -167,27 +166,6 @@ class TpModelWorker:
             "architecture": self.runner.config.architecture,
             "decode_batch_sizes": () if self._loop is None else self._loop.sizes.sizes,
         }
-
-    def _asked(
-        self,
-        req: Req,
-        end: int,
-        num_kept: int,
-        hidden: torch.Tensor,
-        out: LogitsProcessorOutput,
-        b: int,
-        tokens: torch.Tensor,
-    ) -> ReqOutputs | None:
-        """What request ``b`` of an extend asked for; ``hidden`` [num_kept, H] are its last rows, up to ``end``."""
-        if req.asked is None:
-            return None
-        outputs = ReqOutputs()
-        if req.asked.rows_of(end):
-            outputs = outputs_of_prompt(req, end - num_kept, hidden, self.runner.model.compute_logits)
-        if end < len(req.token_ids):
-            return outputs
-        run = outputs_of_run(req, tokens[b : b + 1].tolist(), out.next_token_logits[b : b + 1], hidden[-1:])
-        return replace(outputs, logprobs=run.logprobs, hidden_states=run.hidden_states)
 
     def _decode_loop(self, graphs: GraphConfig) -> DecodeLoop:
         device, memory = self._device, self.memory
@@ -271,13 +249,3 @@ class TpModelWorker:
             tail=None,
         )
         return TailBatch(rows, batch)
-
-
-def kept_rows(reqs: Sequence[Req], extend_lens: Sequence[int]) -> tuple[int, ...] | None:
-    """How many of each request's last rows in an extend are wanted, at least one; None when nobody asked for any."""
-    if all(req.asked is None for req in reqs):
-        return None
-    return tuple(
-        1 if req.asked is None else min(n, max(1, req.asked.rows_of(req.committed_len + n)))
-        for req, n in zip(reqs, extend_lens, strict=True)
-    )
