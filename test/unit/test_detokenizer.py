@@ -191,3 +191,13 @@ def test_decoder_is_read_from_the_tokenizer() -> None:
     state = json.loads(TOKENIZER.backend_tokenizer.decoder.__getstate__())
     assert state["type"] == "Sequence"
     assert PIECES.piece(_byte_ids(b"\xc3")[0]) == b"\xc3"
+
+
+def test_only_the_special_tokens_that_are_shown() -> None:
+    ids = _ids("<bos>a<|channel>b<channel|>c<pad>")
+    for skip in (True, False):
+        detokenizer = IncrementalDetokenizer(
+            PIECES, SamplingParams(skip_special_tokens=skip), ("<|channel>", "<channel|>", "<no such token>")
+        )
+        assert detokenizer.feed(ids, LENGTH) == "a<|channel>b<channel|>c"
+    assert IncrementalDetokenizer(PIECES, SamplingParams(skip_special_tokens=False), ()).feed(ids, LENGTH) == "abc"

@@ -155,7 +155,7 @@ def test_bad_values_name_the_field_that_the_user_sent(make: Any, field: str, val
         message = "max_completion_tokens is not a known field"
     with pytest.raises(ApiError, match=message) as caught:
         make(**{field: value})
-    assert caught.value.status == 400 and caught.value.param == field
+    assert caught.value.status == 400 and (caught.value.param or "").split(".")[0] == field
     assert "max_new_tokens" not in caught.value.message and "sampling_seed" not in caught.value.message
 
 

@@ -33,7 +33,7 @@ class ToolUse:
 
 
 def parse_messages(value: Any) -> tuple[dict[str, Any], ...]:
-    """The conversation. Arguments of calls and results of tools become objects; results get the names of their tools."""
+    """The conversation. Arguments of calls and results of tools become objects; results get their tools' names."""
     if not isinstance(value, list) or not value:
         raise bad_field("messages", f"must be a list of messages that is not empty, got {value!r:.200}")
     messages: list[dict[str, Any]] = []

@@ -43,8 +43,8 @@ class GenerateReqInput:
     ``output_options``: what is wanted beside text, one for each prompt, or None for nothing.
     ``rids`` has one id per prompt, or is None to have them made. ``is_single`` remembers that the user sent one prompt
     and not a list. ``clamp_length`` allows to lower ``max_new_tokens``, which the user did not choose, to what the
-    context leaves. ``param`` names the field that held the prompts, for error messages. ``shown_tokens``: special tokens
-    that texts show, and they show no others; None leaves that to ``skip_special_tokens``.
+    context leaves. ``param`` names the field that held the prompts, for error messages. ``shown_tokens``: the special
+    tokens that texts show, and they show no others; None leaves that to ``skip_special_tokens``.
     """
 
     prompts: tuple[str | tuple[int, ...], ...]
