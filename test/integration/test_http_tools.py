@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from fixtures.server_process import ServerProcess, ready_server
+from fixtures.source_tree import ROOT
 
 
 def _tool(name: str, description: str, /, **properties: tuple[str, str]) -> dict[str, Any]:
@@ -210,3 +212,15 @@ def test_many_at_once_do_not_mix(client: openai.OpenAI) -> None:
         for city, (content, reasoning, calls, end) in zip(cities * 4, pool.map(one, cities * 4), strict=True):
             assert calls == [("get_weather", json.dumps({"city": city}, separators=(",", ":")))]
             assert (content, end, bool(reasoning)) == ("", "tool_calls", len(city) > 4)
+
+
+@pytest.mark.parametrize("page", ["tool_calling.md", "reasoning.md"])
+def test_examples_in_the_documents_print_what_they_say(server: ServerProcess, page: str) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+    printed: list[str] = []
+
+    def show(*values: object) -> None:
+        printed.append(" ".join(map(str, values)))
+
+    exec(compile(example.replace("http://127.0.0.1:30000", server.url), page, "exec"), {"print": show})
+    assert printed == re.findall(r"print\(.*\)  # (.*)", example) and printed
