@@ -49,8 +49,8 @@ class Cycling:
     def observe(self, num_drafts: int, accept_lens: Any, caps: Any) -> None:
         self.observed.append((num_drafts, list(accept_lens), list(caps)))
 
-    def observe_time(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        assert seconds > 0
+    def observe_time(self, num_rows: int, num_drafts: int, round_s: float, host_s: float | None) -> None:
+        assert round_s > 0 and (host_s is None or host_s > 0)
 
 
 def driver_of(folder: Path, kind: str, num_steps: int, **kwargs: object) -> tuple[SchedulerDriver, DecodeLoop]:

@@ -176,7 +176,7 @@ class TpModelWorker:
         runner: Runner = EagerRunner(program)
         if graphs.capture:
             runner = CudaGraphRunner(program, sizes.sizes)
-        return DecodeLoop(rows, out, runner, sizes, self.kv_manager, FixedLength((0,)))
+        return DecodeLoop(rows, out, runner, sizes, self.kv_manager, FixedLength((0,)), self.runner.device.clock)
 
     @property
     def _device(self) -> torch.device:

@@ -5,7 +5,6 @@ Between two steps of the same batch nothing is sent: the program has advanced th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -35,6 +34,15 @@ class _Round:
     num_tokens: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """When the last round of the same requests began and ended."""
+
+    num_drafts: int
+    begun: float
+    ended: float
+
+
 class DecodeLoop:
     """Drives one runner. Remembers what stands in its rows, and sends them anew only if a batch is another."""
 
@@ -46,8 +54,10 @@ class DecodeLoop:
         sizes: BatchSizes,
         kv_manager: KVCacheManager,
         length: DraftLength,
+        clock: Callable[[], float],
     ) -> None:
         """``length`` decides how many drafts a round makes; without speculation it is always 0."""
+        self._clock = clock
         self.runner = runner
         self.sizes = sizes
         self._rows = rows
@@ -56,7 +66,7 @@ class DecodeLoop:
         self._length = length
         self._caps: tuple[int, ...] = ()
         self._unjudged: _Round | None = None
-        self._started: tuple[int, float] | None = None  # drafts and time of the last round of these requests
+        self._last: _Timed | None = None
         self._readback = Readback(out.result)
         self._reqs: tuple[Req, ...] = ()
         self._seed: SpecInput | None = None
@@ -67,14 +77,17 @@ class DecodeLoop:
     def launch(self, batch: ScheduleBatch) -> Callable[[], GenerationBatchResult]:
         """Start a step of ``batch``, whose requests own slots for it; the result waits for it."""
         step = self.prepare(batch)
-        self._note_time(step)
-        self.runner.run(step)
+        if step.kind is StepKind.EDITED:  # takes what its requests ask for, whatever its length
+            self._last = None
+            self.runner.run(step)
+        else:
+            self._run_timed(step)
         return self.read(batch, step)
 
     def run_mixed(self, batch: ScheduleBatch, mixed: MixedForward) -> GenerationBatchResult:
         """A step of ``batch`` in one pass with prompts. It is no step of fixed shape, so it runs eagerly."""
         step = replace(self.prepare(batch, exact=True), mixed=mixed)
-        self._started = None
+        self._last = None
         self.runner.program.run(step)
         return self.read(batch, step)()
 
@@ -96,7 +109,7 @@ class DecodeLoop:
             if batch.spec_info is not self._seed:  # the seed that the last step left is where it should be
                 self._out.load_seed(batch.spec_info)
             self._reqs, self._seed, self._committed = batch.reqs, batch.spec_info, committed
-            self._caps, self._started = draft_caps(batch.reqs), None
+            self._caps, self._last = draft_caps(batch.reqs), None
         self._kv_manager.show_device()
         width = self._length.choose(self._useful(batch)) + 1 if width is None else width
         if self._size and not exact:
@@ -137,15 +150,20 @@ class DecodeLoop:
             gained = [min(accepted, more) for accepted, more in zip(last.accept_lens, kept, strict=True)]
             self._length.observe(last.num_drafts, gained, last.useful)
 
-    def _note_time(self, step: Step) -> None:
-        """A round lasts until the next one of the same requests starts: work of the host beside it counts."""
-        started, self._started = self._started, None
-        if step.kind is StepKind.EDITED:
-            return
-        now = time.perf_counter()
-        if started is not None:
-            self._length.observe_time(len(self._reqs), started[0], now - started[1])
-        self._started = step.width - 1, now
+    def _run_timed(self, step: Step) -> None:
+        """Where running waits for the end of a round, what the host does comes on top. Elsewhere a round lasts until
+        the next one of the same requests starts."""
+        begun = self._clock()
+        self.runner.run(step)
+        num_rows, num_drafts, last = len(self._reqs), step.width - 1, self._last
+        if self._out.result.is_cuda:
+            if last is not None:
+                self._length.observe_time(num_rows, last.num_drafts, begun - last.begun, None)
+            ended = begun
+        else:
+            ended = self._clock()
+            self._length.observe_time(num_rows, num_drafts, ended - begun, None if last is None else begun - last.ended)
+        self._last = _Timed(num_drafts, begun, ended)
 
     def capture(self) -> None:
         """Before the first step: the rows must hold nothing but padding."""

@@ -18,8 +18,8 @@ class DraftLength(Protocol):
         """What a round of ``num_drafts`` gained, in tokens that requests kept."""
         ...
 
-    def observe_time(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """How long a round took, from its start to the start of the next one of the same requests."""
+    def observe_time(self, num_rows: int, num_drafts: int, round_s: float, host_s: float | None) -> None:
+        """How long a round took, and what the host did between the one before and it, where that comes on top."""
         ...
 
 
@@ -36,7 +36,7 @@ class FixedLength:
     def observe(self, num_drafts: int, accept_lens: Sequence[int], caps: Sequence[int]) -> None:
         """Nothing is learned."""
 
-    def observe_time(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+    def observe_time(self, num_rows: int, num_drafts: int, round_s: float, host_s: float | None) -> None:
         """Nothing is learned."""
 
 

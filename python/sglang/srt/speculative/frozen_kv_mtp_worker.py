@@ -33,7 +33,7 @@ from sglang.srt.speculative.frozen_kv_mtp_tree import FrozenKVMTPTreeBuffers
 from sglang.srt.speculative.spec_info import SpecCapabilities
 from sglang.srt.utils.env import SGLANG_DEBUG_KV_DIGEST, SGLANG_SIMULATE_ACC_LEN, SGLANG_SPEC_SEPARATE_GRAPHS
 
-_MEASURING_S = 1.5  # for the times of rounds, at the start
+_MEASURING_S, _MEASURED_KV_LEN = 1.5, 128  # for the times of rounds, at the start
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +73,15 @@ class FrozenKVMTPWorker(TpModelWorker):
         super().capture_graphs()
         if self._adaptive is not None:
             with torch.inference_mode():
-                self._adaptive.times.measure(self._run_padding, self.memory.max_requests, _MEASURING_S)
+                clock = self.runner.device.clock
+                self._adaptive.times.measure(self._run_padding, self.memory.max_requests, _MEASURING_S, clock)
 
     def _run_padding(self, num_rows: int, num_drafts: int) -> None:
-        """A round of nothing but padding, to its end."""
+        """A round of nothing but padding of a usual length, to its end."""
+        lens = self._rows.device.committed_lens
+        lens.fill_(min(_MEASURED_KV_LEN, self.memory.context_length))
         self.loop.runner.run(Step(num_rows, StepKind.GREEDY, None, num_drafts + 1))
+        lens.fill_(1)
         self.runner.device.synchronize()
 
     def launch(self, batch: ScheduleBatch) -> Callable[[], GenerationBatchResult]:
@@ -153,4 +157,5 @@ class FrozenKVMTPWorker(TpModelWorker):
             runner = FrozenKVMTPCudaGraphRunner(self.round, sizes.sizes, widths, separate=separate)
         self._adaptive = AdaptiveLength(lengths) if self.spec.adaptive else None
         length: DraftLength = self._adaptive or FixedLength(lengths)
-        return DecodeLoop(self._rows, self._buffers, runner, sizes, self.kv_manager, length)
+        clock = self.runner.device.clock
+        return DecodeLoop(self._rows, self._buffers, runner, sizes, self.kv_manager, length, clock)

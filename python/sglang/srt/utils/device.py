@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,6 +34,11 @@ class Device:
         if self.kind == "cuda":
             return torch.cuda.mem_get_info(self.index)[1]
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Seconds that work takes here. A CPU is shared with others, whose turns are no part of it."""
+        return time.perf_counter if self.kind == "cuda" else time.thread_time
 
     def synchronize(self) -> None:
         """Wait for what was started."""
