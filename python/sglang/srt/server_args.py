@@ -730,6 +730,11 @@ def _resolve_speculation(args: ServerArgs, config: ModelConfig) -> ServerArgs:
             f"--speculative-num-steps {steps} does not fit the context of {args.context_length} tokens: lower it"
         )
     if topk > 1:
+        if args.speculative_adaptive:
+            raise ValueError(
+                f"--speculative-adaptive chooses the length of chains, and --speculative-eagle-topk {topk} asks for "
+                "trees: leave out one of the two"
+            )
         check_tree(
             config.text,
             steps,

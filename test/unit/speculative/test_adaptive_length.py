@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from sglang.srt.model_executor.draft_length import FixedLength, least_length
+from sglang.srt.server_args import ServerArgs, resolve_server_args
 from sglang.srt.speculative.adaptive_length import Acceptance, AdaptiveLength, RoundTimes, draft_lengths
 
 LENGTHS = tuple(range(8))
@@ -153,3 +154,14 @@ def test_lengths() -> None:
     assert [least_length((0, 2, 5), n) for n in (0, 1, 2, 3, 9)] == [0, 2, 2, 5, 5]
     fixed = FixedLength((0, 2, 5))
     assert [fixed.choose(caps) for caps in ([0, 0], [0, 1], [ANY])] == [0, 2, 5]
+
+
+def test_trees_have_one_shape() -> None:
+    args = ServerArgs(
+        model_path="tiny-gemma4",
+        speculative_algorithm="FROZEN_KV_MTP",
+        speculative_eagle_topk=2,
+        speculative_adaptive=True,
+    )
+    with pytest.raises(ValueError, match="--speculative-adaptive .* --speculative-eagle-topk 2"):
+        resolve_server_args(args)
