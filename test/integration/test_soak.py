@@ -9,7 +9,7 @@ import pytest
 from fixtures.soak import soak
 
 # the length in seconds; continuous integration may ask for more
-SECONDS = float(os.environ.get("SOAK_SECONDS", "30"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "15"))
 
 
 @pytest.mark.slow

@@ -231,7 +231,7 @@ def test_no_word_is_lost_or_moved(fragments: list[str]) -> None:
 
 strings = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | texts.map(lambda text: text.replace(Q, ""))
 keys = st.text("abcXYZ_09-.$ é", min_size=1, max_size=8).filter(lambda key: key == key.strip())
-numbers = st.integers(-(10**12), 10**12) | st.floats(allow_nan=False, allow_infinity=False)
+numbers = st.integers(-(10**12), 10**12) | st.floats(allow_nan=False, allow_infinity=False, allow_subnormal=False)
 values = st.recursive(
     strings | numbers | st.booleans() | st.none(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=4),

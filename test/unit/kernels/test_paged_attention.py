@@ -22,9 +22,9 @@ KINDS = {
     "mqa sliding": HeadKind(8, 1, 32, F32, 70),
     "gqa": HeadKind(6, 2, 16, F32, None),
     "mha narrow window": HeadKind(2, 2, 64, F32, 3),
-    "half": HeadKind(16, 1, 32, F16, 50),
+    "half": HeadKind(12, 1, 32, F16, 50),
 }
-COMMITTED = (0, 5, 64, 203, 130)
+COMMITTED = (0, 5, 64, 130)
 
 
 def _check(problem: Problem) -> torch.Tensor:
@@ -35,17 +35,20 @@ def _check(problem: Problem) -> torch.Tensor:
 
 
 @interpreted
-@pytest.mark.parametrize("num_rows", [1, 6])
+@pytest.mark.parametrize("num_rows", [1, 5])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_split(kind: HeadKind, num_rows: int) -> None:
-    _check(make_problem(kind, COMMITTED, [num_rows] * len(COMMITTED)))
+    problem = make_problem(kind, COMMITTED, [num_rows] * len(COMMITTED))
+    got = _check(problem)
+    if num_rows == 1:
+        assert torch.equal(attend(problem, planned_just_now=False), got)
 
 
 @interpreted
 def test_split_over_chunks_of_growing_width() -> None:
     """Past the first bound of ``chunk_start``, and in a plan made for much longer requests, as in a captured graph."""
     kind = HeadKind(4, 2, 16, F32, None)
-    problem = make_problem(kind, [2300, 2045, 7], [3] * 3)
+    problem = make_problem(kind, [2300, 7], [3] * 2)
     got = _check(problem)
     longer = replace(problem, rows=replace(problem.rows, max_kv_len=9000))
     assert torch.equal(attend(longer), got)
@@ -94,7 +97,7 @@ def test_tree(window: int | None) -> None:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_split_rows_do_not_depend_on_others(kind: HeadKind) -> None:
     """Bitwise: a row of a verification is the decode of that row, and a request of a batch is the request alone."""
-    problem = make_problem(kind, (0, 63, 130), [4] * 3)
+    problem = make_problem(kind, (0, 63, 100), [4] * 3)
     got = attend(problem)
     for requests, keep in ((range(3), slice(0, 1)), (range(3), slice(3, 4)), ([2, 1], slice(1, 4)), ([0], slice(None))):
         part, chosen = pick(problem, requests, keep)
