@@ -19,8 +19,8 @@ serve: env ## serve the built-in Gemma 4 pair with speculation on http://HOST:PO
 	@exec $(BIN)/python -m sglang.launch_server --model-path tiny-gemma4 \
 		--speculative-algorithm FROZEN_KV_MTP --host $(HOST) --port $(PORT) $(ARGS)
 
-test: env ## run the whole test suite
-	@$(BIN)/python -m pytest $(TESTS)
+test: env ## run the whole test suite, a file at a time on two workers
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 check: env ## format, lint, spelling, types, then the tests
 	$(BIN)/ruff format --check .
