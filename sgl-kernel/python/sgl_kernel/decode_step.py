@@ -28,8 +28,9 @@ def place_rows_torch(
     req_to_token: torch.Tensor, req_rows: torch.Tensor, committed_lens: torch.Tensor, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The reference of ``place_rows``."""
-    if num_rows == 1:
-        return committed_lens.clone(), req_to_token[req_rows, committed_lens].to(torch.int64), committed_lens + 1
+    if num_rows == 1:  # every step of plain decode on a CPU: one flat index costs half of a pair of them
+        slots = req_to_token.view(-1).index_select(0, req_rows * req_to_token.shape[1] + committed_lens)
+        return committed_lens.clone(), slots.to(torch.int64), committed_lens + 1
     positions = committed_lens[:, None] + torch.arange(num_rows, device=committed_lens.device)
     slots = req_to_token[req_rows[:, None], positions].to(torch.int64)
     return positions.view(-1), slots.view(-1), committed_lens + num_rows

@@ -122,17 +122,18 @@ class DecodeLoop:
         num, useful, width, kept = len(batch.reqs), self._useful(batch), step.width, step.kept
         wait = self._readback.start(self._out.of_width(num, width).result)
 
-        @torch.inference_mode()
         def finish() -> GenerationBatchResult:
             result = wait()
             tokens, accept_lens = result[:, :-1], result[:, -1]
             gained = accept_lens.tolist()
             self._judge(_Round(batch.reqs, useful, width - 1, gained, [len(req.token_ids) for req in batch.reqs]))
             self._committed = [n + more for n, more in zip(self._committed, gained, strict=True)]
-            self._seed = self._out.next_seed(self._rows.device, num)
             outputs: tuple[ReqOutputs | None, ...] = ()
-            if kept is not None:
-                outputs = kept.outputs(batch.reqs, [row[:n] for row, n in zip(tokens.tolist(), gained, strict=True)])
+            with torch.inference_mode():
+                self._seed = self._out.next_seed(self._rows.device, num)
+                if kept is not None:
+                    runs = [row[:n] for row, n in zip(tokens.tolist(), gained, strict=True)]
+                    outputs = kept.outputs(batch.reqs, runs)
             return GenerationBatchResult(tokens, accept_lens, self._seed, num_drafts=width - 1, outputs=outputs)
 
         return finish

@@ -82,7 +82,8 @@ class Gemma4Attention:
     def __call__(self, x: torch.Tensor, rope: RopeTables, fb: ForwardBatch) -> torch.Tensor:
         """``x`` [T, D] -> [T, D] or parts."""
         cos, sin = rope[self.kind]
-        heads = self.qkv_proj.parts(x).unflatten(-1, (-1, self.head_dim))
+        merged = self.qkv_proj.parts(x)
+        heads = merged.view(*merged.shape[:-1], -1, self.head_dim)
         if self.owns_kv:
             queries = self.attn.store(heads, self.head_weights, cos, sin, self.eps, fb)
         else:
