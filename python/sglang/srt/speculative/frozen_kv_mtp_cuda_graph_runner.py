@@ -18,6 +18,7 @@ from sglang.srt.layers.grammar_mask import GrammarDrafts
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphProgram, Step
 from sglang.srt.model_executor.decode_programs import VerifyBuffers, committed_lens
 from sglang.srt.model_executor.decode_rows import DecodeRows
+from sglang.srt.model_executor.forward_batch_info import AttnGeometry, ForwardBatch
 from sglang.srt.model_executor.input_buffers import ROWS, buffer
 from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPContext, FrozenKVMTPDraftInput
 from sglang.srt.speculative.frozen_kv_mtp_utils import (
@@ -46,39 +47,45 @@ class FrozenKVMTPInputBuffers(VerifyBuffers):
         return FrozenKVMTPDraftInput(rows.bonus_tokens[:num_rows], self.hidden_states[:num_rows])
 
 
+@dataclass(frozen=True, slots=True)
+class FrozenPrefix:
+    """What every draft reads: the committed prefix of its requests in the target's KV. ``max_kv_len`` bounds it where
+    the host may not be asked."""
+
+    backend: AttentionBackend
+    context: FrozenKVMTPContext
+    max_kv_len: int
+
+    def geometry(self, rows: DecodeRows, step: Step) -> AttnGeometry:
+        """One row per request."""
+        on_host = committed_lens(step.batch)
+        return frozen_kv_target_view(rows.req_pool_indices, rows.committed_lens, on_host, self.max_kv_len)
+
+    def forward_batch(self, geometry: AttnGeometry, input_ids: torch.Tensor) -> ForwardBatch:
+        """A draft forward over ``geometry``, planned once for every iteration that keeps it."""
+        plan = self.backend.init_forward_metadata(geometry)
+        return target_kv_pool_view(self.context, geometry, plan, input_ids)
+
+
 class FrozenKVMTPDraftProgram:
     """S identical iterations (token, hidden) -> (token, hidden) over the committed prefix, planned once."""
 
     name = "draft loop"
     samples = False
 
-    def __init__(
-        self,
-        model: Any,
-        backend: AttentionBackend,
-        context: FrozenKVMTPContext,
-        rows: DecodeRows,
-        out: FrozenKVMTPInputBuffers,
-        *,
-        max_kv_len: int,
-    ) -> None:
+    def __init__(self, model: Any, prefix: FrozenPrefix, rows: DecodeRows, out: FrozenKVMTPInputBuffers) -> None:
         self.model = model
-        self._backend = backend
-        self._context = context
+        self._prefix = prefix
         self._rows = rows
         self._out = out
-        self._max_kv_len = max_kv_len
 
     def run(self, step: Step) -> None:
         rows, out = self._rows.first(step.size), self._out.of_width(step.size, step.width)
         if step.width == 1:  # nothing to draft
             out.draft_tokens[:, 0].copy_(rows.bonus_tokens)
             return
-        geometry = frozen_kv_target_view(
-            rows.req_pool_indices, rows.committed_lens, committed_lens(step.batch), self._max_kv_len
-        )
         token, hidden = rows.bonus_tokens, out.hidden_states
-        fb = target_kv_pool_view(self._context, geometry, self._backend.init_forward_metadata(geometry), token)
+        fb = self._prefix.forward_batch(self._prefix.geometry(rows, step), token)
         grammars = None if step.batch is None else GrammarDrafts.of(step.batch.reqs)
         chain = [token]
         for index in range(step.width - 1):

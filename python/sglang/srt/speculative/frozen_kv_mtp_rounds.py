@@ -13,6 +13,7 @@ from sglang.srt.speculative.frozen_kv_mtp_cuda_graph_runner import (
     FrozenKVMTPDraftProgram,
     FrozenKVMTPInputBuffers,
     FrozenKVMTPRound,
+    FrozenPrefix,
 )
 from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPContext
 from sglang.srt.speculative.frozen_kv_mtp_sampled import (
@@ -70,20 +71,18 @@ def build_round(
 ) -> FrozenKVMTPRound:
     """The stages over ``rows`` and ``out``, which ``allocate_buffers`` made. ``simulated_len``: see
     ``FrozenKVMTPAcceptProgram``."""
-    model, max_kv_len = assistant.runner.model, assistant.memory.max_kv_len
-    drafting = (model, assistant.backend, context, rows)
+    model = assistant.runner.model
+    drafting = (model, FrozenPrefix(assistant.backend, context, assistant.memory.max_kv_len), rows)
     verifying = (target.runner.model, target.backend, target.memory, rows)
     if isinstance(out, FrozenKVMTPTreeBuffers):
         return FrozenKVMTPRound(
-            FrozenKVMTPTreeDraftProgram(
-                *drafting, out, topk=spec.topk, num_steps=spec.num_steps, max_kv_len=max_kv_len
-            ),
+            FrozenKVMTPTreeDraftProgram(*drafting, out, topk=spec.topk, num_steps=spec.num_steps),
             FrozenKVMTPTreeVerifyProgram(*verifying, out),
             FrozenKVMTPTreeAcceptProgram(target.memory, rows, out, simulated_len),
         )
     accept = FrozenKVMTPAcceptProgram(rows, out, simulated_len)
     if isinstance(out, FrozenKVMTPSampledBuffers):
-        drawn = FrozenKVMTPSampledDraftProgram(*drafting, out, max_kv_len=max_kv_len)
+        drawn = FrozenKVMTPSampledDraftProgram(*drafting, out)
         return FrozenKVMTPRound(drawn, FrozenKVMTPSampledVerifyProgram(model, *verifying, out), accept)
-    draft = FrozenKVMTPDraftProgram(*drafting, out, max_kv_len=max_kv_len)
+    draft = FrozenKVMTPDraftProgram(*drafting, out)
     return FrozenKVMTPRound(draft, TargetVerifyProgram(*verifying, out), accept)

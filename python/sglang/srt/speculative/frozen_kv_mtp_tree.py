@@ -15,23 +15,15 @@ from typing import Any
 import torch
 
 from sgl_kernel.spec_tree import accept_tree, select_tree, tree_visibility
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.kv_pool import KVCache
 from sglang.srt.model_executor.cuda_graph_runner import Step
-from sglang.srt.model_executor.decode_programs import WIDTH, TargetVerifyProgram, committed_lens
+from sglang.srt.model_executor.decode_programs import WIDTH, TargetVerifyProgram
 from sglang.srt.model_executor.decode_rows import DecodeRows
 from sglang.srt.model_executor.forward_batch_info import TreeRows
 from sglang.srt.model_executor.input_buffers import ROWS, buffer
 from sglang.srt.model_executor.pool_configurator import KVMemory
-from sglang.srt.speculative.frozen_kv_mtp_cuda_graph_runner import FrozenKVMTPInputBuffers
-from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPContext
-from sglang.srt.speculative.frozen_kv_mtp_utils import (
-    expand_for_topk_draft,
-    frozen_kv_target_view,
-    simulated_accept_lens,
-    target_kv_pool_view,
-    with_tokens,
-)
+from sglang.srt.speculative.frozen_kv_mtp_cuda_graph_runner import FrozenKVMTPInputBuffers, FrozenPrefix
+from sglang.srt.speculative.frozen_kv_mtp_utils import expand_for_topk_draft, simulated_accept_lens, with_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,23 +75,19 @@ class FrozenKVMTPTreeDraftProgram:
     def __init__(
         self,
         model: Any,
-        backend: AttentionBackend,
-        context: FrozenKVMTPContext,
+        prefix: FrozenPrefix,
         rows: DecodeRows,
         out: FrozenKVMTPTreeBuffers,
         *,
         topk: int,
         num_steps: int,
-        max_kv_len: int,
     ) -> None:
         self._model = model
-        self._backend = backend
-        self._context = context
+        self._prefix = prefix
         self._rows = rows
         self._out = out
         self._topk = topk
         self._num_steps = num_steps
-        self._max_kv_len = max_kv_len
 
     def run(self, step: Step) -> None:
         rows, out = self._rows.first(step.size), self._out.of_width(step.size, step.width)
@@ -113,16 +101,14 @@ class FrozenKVMTPTreeDraftProgram:
     def _draft(self, step: Step, rows: DecodeRows, seed: torch.Tensor) -> _Candidates:
         """``seed`` [B, H]: the target's hidden state that predicted each root."""
         k = self._topk
-        view = frozen_kv_target_view(
-            rows.req_pool_indices, rows.committed_lens, committed_lens(step.batch), self._max_kv_len
-        )
-        fb = target_kv_pool_view(self._context, view, self._backend.init_forward_metadata(view), rows.bonus_tokens)
+        view = self._prefix.geometry(rows, step)
+        fb = self._prefix.forward_batch(view, rows.bonus_tokens)
         state, hidden = self._model.forward(fb, seed)
         tokens, scores = self._model.draft_topk(state, k)
         found = _Candidates()
         found.add(tokens, scores, torch.full_like(tokens, -1))
         wide = expand_for_topk_draft(view, k)
-        fb = target_kv_pool_view(self._context, wide, self._backend.init_forward_metadata(wide), tokens.view(-1))
+        fb = self._prefix.forward_batch(wide, tokens.view(-1))
         numbers = torch.arange(k, device=tokens.device).expand(step.size, -1)  # of the frontier among all candidates
         hidden = hidden.repeat_interleave(k, dim=0)
         for _ in range(self._num_steps - 1):
