@@ -16,7 +16,7 @@ from sgl_kernel.triton_kernels.common import (
     release_dependents,
     wait_for_inputs,
 )
-from sgl_kernel.triton_kernels.linear import check
+from sgl_kernel.triton_kernels.linear import check, product_of_used
 
 BN = 64  # the order in which a tile's logits are summed hangs on it: one value for every number of rows
 _NONE = tl.constexpr(0x7FFFFFFF)
@@ -59,21 +59,11 @@ def head_tiles_kernel(
     dtype: tl.constexpr = w_ptr.dtype.element_ty
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
     used = m < T
     w_rows = w_ptr + tl.minimum(n, V - 1).to(tl.int64)[:, None] * K
     x_rows = x_ptr + m.to(tl.int64)[None, :] * stride_x
     wait_for_inputs()
-    acc = tl.zeros((BN, BM), dtype=tl.float32)
-    for start in range(0, K, BK):
-        cols = start + k
-        if EVEN_K:
-            w = tl.load(w_rows + cols[None, :])
-            x = tl.load(x_rows + cols[:, None], mask=used[None, :], other=0.0)
-        else:
-            w = tl.load(w_rows + cols[None, :], mask=cols[None, :] < K, other=0.0)
-            x = tl.load(x_rows + cols[:, None], mask=used[None, :] & (cols[:, None] < K), other=0.0)
-        acc = tl.dot(w, x, acc, input_precision=PRECISION)
+    acc = product_of_used(w_rows, x_rows, used, K, BN, BK, BM, EVEN_K, PRECISION)
     release_dependents()
     logits = acc.to(dtype).to(tl.float32)
     if HAS_CAP:

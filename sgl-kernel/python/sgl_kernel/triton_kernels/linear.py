@@ -79,6 +79,27 @@ def _product(
     return acc
 
 
+@triton.jit
+def product_of_used(
+    w_rows, x_rows, used, K,
+    BN: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As ``_product`` over all of K, from pointers to the rows: ``w_rows`` [BN, 1], ``x_rows`` [1, BM], of which only
+    those ``used`` [BM] are read; the others count as zeros."""
+    k = tl.arange(0, BK)
+    acc = tl.zeros((BN, BM), dtype=tl.float32)
+    for start in range(0, K, BK):
+        cols = start + k
+        if EVEN_K:
+            w = tl.load(w_rows + cols[None, :])
+            x = tl.load(x_rows + cols[:, None], mask=used[None, :], other=0.0)
+        else:
+            w = tl.load(w_rows + cols[None, :], mask=cols[None, :] < K, other=0.0)
+            x = tl.load(x_rows + cols[:, None], mask=used[None, :] & (cols[:, None] < K), other=0.0)
+        acc = tl.dot(w, x, acc, input_precision=PRECISION)
+    return acc
+
+
 @triton.jit(do_not_specialize=["T"])
 def parts_kernel(
     x_ptr, w_ptr, y_ptr, T, N, K, k_split, stride_x,

@@ -19,7 +19,7 @@ from sgl_kernel.triton_kernels.common import (
     release_dependents,
     wait_for_inputs,
 )
-from sgl_kernel.triton_kernels.linear import gelu_tanh
+from sgl_kernel.triton_kernels.linear import gelu_tanh, product_of_used
 from sgl_kernel.triton_kernels.norm import inverse_rms, sum_parts
 
 MAX_DIRECT_ROWS = 32  # up to here every program finds its own rows; beyond, pairs are sorted by expert first
@@ -103,7 +103,6 @@ def grouped_kernel(
     num_pairs = T * top_k
     r = tl.arange(0, BN)
     rows_n = tl.minimum(n_start + r % HALF, N - 1) + tl.where(r < HALF, 0, N)
-    k = tl.arange(0, BK)
     wait_for_inputs()
     if DIRECT:
         expert, pairs = _own_pairs(ids_ptr, tile, T, E, top_k, BM, BLOCK_K, BY_EXPERT)
@@ -116,16 +115,7 @@ def grouped_kernel(
     num_w_rows = 2 * N if GATED else N
     w_rows = w_ptr + (expert.to(tl.int64) * num_w_rows + rows_n)[:, None] * K
     x_rows = x_ptr + rows_x.to(tl.int64)[None, :] * K
-    acc = tl.zeros((BN, BM), dtype=tl.float32)
-    for start in range(0, K, BK):
-        cols = start + k
-        if EVEN_K:
-            w = tl.load(w_rows + cols[None, :])
-            x = tl.load(x_rows + cols[:, None], mask=used[None, :], other=0.0)
-        else:
-            w = tl.load(w_rows + cols[None, :], mask=cols[None, :] < K, other=0.0)
-            x = tl.load(x_rows + cols[:, None], mask=used[None, :] & (cols[:, None] < K), other=0.0)
-        acc = tl.dot(w, x, acc, input_precision=PRECISION)
+    acc = product_of_used(w_rows, x_rows, used, K, BN, BK, BM, EVEN_K, PRECISION)
     release_dependents()
     n = n_start + tl.arange(0, HALF)
     if GATED:
