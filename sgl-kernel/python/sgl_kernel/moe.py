@@ -74,21 +74,7 @@ def experts(
     ``x`` [T, D]; ``weights``, ``expert_ids`` [T, k]; ``gate_up`` [E, 2M, D] (gate rows first); ``down`` [E, D, M]
     -> [T, D]. A row's experts are added in an order of its own, whatever else is in the batch.
     """
-    if x.is_cuda:
-        return combine_pairs(expert_pairs(x, expert_ids, gate_up, down), weights)
-    return experts_torch(x, weights, expert_ids, gate_up, down)
-
-
-def experts_torch(
-    x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
-    """The reference of ``experts``: rows grouped by expert, each row adding its experts in order of expert id."""
-    out = torch.zeros_like(x)
-    for expert in expert_ids.unique().tolist():
-        rows, slots = (expert_ids == expert).nonzero(as_tuple=True)
-        y = _expert(x[rows], gate_up[expert], down[expert])
-        out.index_add_(0, rows, (y * weights[rows, slots, None]).to(x.dtype))
-    return out
+    return combine_pairs(expert_pairs(x, expert_ids, gate_up, down), weights)
 
 
 def expert_pairs(x: torch.Tensor, expert_ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
