@@ -26,7 +26,8 @@ from sglang.srt.managers.io_struct import FromScheduler, TokenizedGenerateReqInp
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.worker_factory import create_worker
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import ServerArgs, resolve_server_args
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args_resolution import resolve_server_args
 from sglang.srt.speculative.frozen_kv_mtp_worker import FrozenKVMTPWorker
 from sglang.srt.utils.device import make_device, set_compute_threads
 from sglang.srt.utils.hf_transformers.tokenizer import load_tokenizer

@@ -22,7 +22,8 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.worker_factory import create_worker
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, EagerRunner, GraphProgram, Runner, Step
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import ServerArgs, resolve_server_args
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args_resolution import resolve_server_args
 from sglang.srt.speculative.frozen_kv_mtp_worker import FrozenKVMTPWorker
 from sglang.srt.utils.device import make_device
 

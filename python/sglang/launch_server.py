@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from sglang.srt.server_args import prepare_server_args, resolve_server_args
+from sglang.srt.server_args import prepare_server_args
+from sglang.srt.server_args_resolution import resolve_server_args
 from sglang.srt.utils.log import configure_logger
 
 

@@ -15,7 +15,8 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.worker_factory import create_worker
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphCaptureError, Step, StepKind
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import ServerArgs, resolve_server_args
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args_resolution import resolve_server_args
 from sglang.srt.speculative.frozen_kv_mtp_cuda_graph_runner import FrozenKVMTPCudaGraphRunner
 from sglang.srt.utils.device import make_device
 from sglang.srt.utils.embedded import EmbeddedModel

@@ -21,7 +21,8 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.scheduler import run_scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import ServerArgs, resolve_server_args
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args_resolution import resolve_server_args
 from sglang.srt.utils.hf_transformers.tokenizer import load_tokenizer
 
 QUESTIONS = ("Count from 1 to 12.", "Count from 3 to 9.", "What is 2 + 3?", "Count down from 9 to 1.", "Say hello.")

@@ -18,7 +18,8 @@ from sglang.srt.entrypoints.server_state import load_server_tokenizer
 from sglang.srt.managers.channel import make_memory_channel
 from sglang.srt.managers.io_struct import ControlReq, SchedulerReady
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.server_args import ServerArgs, resolve_server_args
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args_resolution import resolve_server_args
 
 RESOLVED = resolve_server_args(ServerArgs(model_path="tiny-gemma4", served_model_name="pet", device="cpu"))
 TOKENIZER = load_server_tokenizer(RESOLVED)

@@ -25,9 +25,9 @@ from sglang.srt.server_args import (
     ServerArgs,
     _resolve_speculative_algorithm_alias,
     prepare_server_args,
-    resolve_server_args,
 )
 from sglang.srt.server_args_docs import render
+from sglang.srt.server_args_resolution import resolve_server_args
 from sglang.srt.server_args_speculative import complete_shape
 from sglang.srt.server_args_unsupported import UNSUPPORTED_FLAGS
 from sglang.srt.utils.embedded import EmbeddedModel

@@ -1,7 +1,7 @@
 """``ServerArgs``: what a server is told, from the command line or as keywords, and what follows from it.
 
-A value from birth: made by ``prepare_server_args`` or by keyword, completed once by ``resolve_server_args``, cut into
-the narrow slices of ``server_args_slices``, and never assigned to.
+A value from birth: made by ``prepare_server_args`` or by keyword, completed once by ``resolve_server_args`` of
+``server_args_resolution``, cut into the narrow slices of ``server_args_slices``, and never assigned to.
 """
 
 from __future__ import annotations
@@ -9,20 +9,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_config_parser import ASSISTANT_ARCHITECTURES, DTYPES
 from sglang.srt.configs.registries import ATTENTION_BACKENDS, GRAMMAR_BACKENDS, OUTPUT_FORMATS
 from sglang.srt.server_args_cli import closest, parse_command_line
 from sglang.srt.server_args_fields import ArgSpec, arg, specs_of
-from sglang.srt.server_args_grammar import make_grammar_config, resolve_grammar_backend
-from sglang.srt.server_args_parsers import resolve_parsers
+from sglang.srt.server_args_grammar import make_grammar_config
 from sglang.srt.server_args_ports import PortArgs
 from sglang.srt.server_args_slices import (
     GrammarConfig,
@@ -32,11 +29,10 @@ from sglang.srt.server_args_slices import (
     ScheduleConfig,
     SpecConfig,
 )
-from sglang.srt.server_args_speculative import check_tree, complete_shape, default_num_steps
+from sglang.srt.server_args_speculative import draft_missing
 from sglang.srt.server_args_unsupported import UNSUPPORTED_FLAGS
-from sglang.srt.utils.device import make_device
-from sglang.srt.utils.hf_transformers.config import load_architecture, load_model_config
-from sglang.srt.utils.hf_transformers.hub import embedded_assistant, resolve_model_path
+from sglang.srt.utils.hf_transformers.config import load_architecture
+from sglang.srt.utils.hf_transformers.hub import resolve_model_path
 from sglang.srt.utils.log import LOG_LEVELS
 
 __all__ = [
@@ -48,13 +44,11 @@ __all__ = [
     "ServerArgs",
     "SpecConfig",
     "prepare_server_args",
-    "resolve_server_args",
 ]
 
 logger = logging.getLogger(__name__)
 
 _INT32_MAX = (1 << 31) - 1
-_DEFAULT_MAX_GRAPH_BS = 256
 _MODEL, _HTTP, _MEMORY = "Model and tokenizer", "HTTP server", "Memory and scheduling"
 _RUNTIME, _LOG, _API, _SPEC = "Runtime", "Logging", "API", "Speculative decoding"
 
@@ -606,171 +600,6 @@ def _parse_overrides(text: str) -> dict[str, Any]:
     return value
 
 
-def resolve_server_args(args: ServerArgs) -> ServerArgs:
-    """A copy in which everything that can be known before the engine starts is filled in. Idempotent.
-
-    Paths become local directories (a Hugging Face id is downloaded here), the type, device and sizes are settled, and
-    the speculative algorithm is the one that runs. Raises ``ValueError`` naming flags for what does not fit together.
-    """
-    model_path = resolve_model_path(args.model_path, args.revision, role="model", weights=args.load_format != "dummy")
-    try:
-        config = load_model_config(model_path, overrides=args.model_overrides, trust_remote_code=args.trust_remote_code)
-    except ValueError as err:
-        raise ValueError(f"--model-path {args.model_path!r}: {err}") from err
-    if config.is_assistant:
-        raise ValueError(
-            f"--model-path {args.model_path!r} is an assistant ({config.architecture}), which cannot answer by itself: "
-            "give its target there, and the assistant as --speculative-draft-model-path"
-        )
-    device = make_device(args.device).kind
-    resolved = args.derive(
-        model_path=str(model_path),
-        served_model_name=args.served_model_name or args.model_path,
-        tokenizer_path=_resolve_tokenizer_path(args, model_path),
-        chat_template=_resolve_chat_template(args.chat_template),
-        device=device,
-        dtype=_resolve_dtype(args.dtype, device, config),
-        random_seed=secrets.randbelow(1 << 30) if args.random_seed is None else args.random_seed,
-        grammar_backend=resolve_grammar_backend(args.grammar_backend),
-        attention_backend=args.attention_backend or ("triton" if device == "cuda" else "torch_native"),
-        **resolve_parsers(args.reasoning_parser, args.tool_call_parser, config.architecture),
-        **_resolve_sizes(args, device, config),
-    )
-    return _resolve_speculation(_resolve_graphs(resolved), config)
-
-
-def _resolve_tokenizer_path(args: ServerArgs, model_path: Path) -> str:
-    if args.tokenizer_path is None or args.tokenizer_path == args.model_path:
-        return str(model_path)
-    return str(resolve_model_path(args.tokenizer_path, None, role="tokenizer", weights=False))
-
-
-def _resolve_chat_template(chat_template: str | None) -> str | None:
-    if chat_template is None:
-        return None
-    file = Path(chat_template).expanduser()
-    if not file.is_file():
-        raise ValueError(f"--chat-template {chat_template!r} is not a file: give the path of a Jinja template")
-    return str(file.resolve())
-
-
-def _resolve_dtype(dtype: str, device: str, config: ModelConfig) -> str:
-    if dtype != "auto":
-        return dtype
-    return "float32" if device == "cpu" else config.dtype
-
-
-def _resolve_sizes(args: ServerArgs, device: str, config: ModelConfig) -> dict[str, Any]:
-    on_cpu = device == "cpu"
-    context_length = config.context_length if args.context_length is None else args.context_length
-    if context_length > config.context_length:
-        raise ValueError(
-            f"--context-length {context_length} exceeds the model's max_position_embeddings, {config.context_length}: "
-            "use at most that, or raise max_position_embeddings with --json-model-override-args"
-        )
-    chunk = args.chunked_prefill_size
-    if chunk is None:
-        # the default gives way to the page size; a value that was asked for does not
-        chunk = -(-(2048 if on_cpu else 8192) // args.page_size) * args.page_size
-    elif chunk != -1 and chunk % args.page_size:
-        raise ValueError(f"--chunked-prefill-size {chunk} must be a multiple of --page-size {args.page_size}, or -1")
-    if args.max_total_tokens is not None and args.max_total_tokens < args.page_size:
-        raise ValueError(f"--max-total-tokens {args.max_total_tokens} is below --page-size {args.page_size}: raise it")
-    fraction = (0.25 if on_cpu else 0.9) if args.mem_fraction_static is None else args.mem_fraction_static
-    return {"context_length": context_length, "chunked_prefill_size": chunk, "mem_fraction_static": fraction}
-
-
-def _resolve_graphs(args: ServerArgs) -> ServerArgs:
-    largest = None if args.cuda_graph_bs is None else max(args.cuda_graph_bs)
-    bound = args.cuda_graph_max_bs or largest or _DEFAULT_MAX_GRAPH_BS
-    if largest is not None and largest > bound:
-        raise ValueError(
-            f"--cuda-graph-bs has {largest}, which is above --cuda-graph-max-bs {bound}: leave out one of the two"
-        )
-    # the torch backend plans on the host, which no captured step can do
-    can_capture = args.device == "cuda" and args.attention_backend != "torch_native"
-    return args.derive(cuda_graph_max_bs=bound, disable_cuda_graph=args.disable_cuda_graph or not can_capture)
-
-
-_SPEC_SETTINGS = (
-    "speculative_draft_model_path",
-    "speculative_draft_model_revision",
-    "speculative_num_steps",
-    "speculative_eagle_topk",
-    "speculative_num_draft_tokens",
-    "speculative_adaptive",
-    "speculative_use_rejection_sampling",
-)
-
-
-def _resolve_speculation(args: ServerArgs, config: ModelConfig) -> ServerArgs:
-    if args.speculative_algorithm is None:
-        for name in _SPEC_SETTINGS:
-            if getattr(args, name) not in (None, False):
-                raise ValueError(
-                    f"{ARG_SPECS[name].flag} {getattr(args, name)!r} is given without --speculative-algorithm: add "
-                    "--speculative-algorithm FROZEN_KV_MTP or leave it out"
-                )
-        return args
-    draft = _resolve_draft_path(args)
-    algorithm = _resolve_speculative_algorithm_alias(args.speculative_algorithm, draft, args.trust_remote_code)
-    try:
-        load_model_config(Path(draft), overrides={}, trust_remote_code=args.trust_remote_code)
-    except ValueError as err:
-        raise ValueError(f"--speculative-draft-model-path {draft!r}: {err}") from err
-    default, reason = default_num_steps(config.text)
-    steps, topk, tokens = complete_shape(
-        args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens, default
-    )
-    if args.speculative_num_steps is None and args.speculative_num_draft_tokens is None:
-        logger.info("--speculative-num-steps is %d, %s", steps, reason)
-    assert args.context_length is not None
-    if tokens >= args.context_length:
-        raise ValueError(
-            f"--speculative-num-steps {steps} does not fit the context of {args.context_length} tokens: lower it"
-        )
-    if topk > 1:
-        if args.speculative_adaptive:
-            raise ValueError(
-                f"--speculative-adaptive chooses the length of chains, and --speculative-eagle-topk {topk} asks for "
-                "trees: leave out one of the two"
-            )
-        check_tree(
-            config.text,
-            steps,
-            topk,
-            tokens,
-            attention_backend=args.attention_backend,
-            sampled=args.speculative_use_rejection_sampling,
-        )
-    return args.derive(
-        speculative_algorithm=algorithm,
-        speculative_draft_model_path=draft,
-        speculative_num_steps=steps,
-        speculative_eagle_topk=topk,
-        speculative_num_draft_tokens=tokens,
-    )
-
-
-def _resolve_draft_path(args: ServerArgs) -> str:
-    """Local directory of the draft model."""
-    given = args.speculative_draft_model_path
-    if given is not None:
-        weights = args.load_format != "dummy"
-        return str(resolve_model_path(given, args.speculative_draft_model_revision, role="draft", weights=weights))
-    shipped = embedded_assistant(args.model_path)
-    if shipped is None:
-        raise ValueError(_draft_missing(args.speculative_algorithm))
-    return str(shipped)
-
-
-def _draft_missing(algorithm: str | None) -> str:
-    return (
-        f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path: give the assistant that belongs "
-        "to the target (for google/gemma-4-E2B-it it is google/gemma-4-E2B-it-assistant)"
-    )
-
-
 def _resolve_speculative_algorithm_alias(
     algorithm: str | None, draft_model_path: str | None, trust_remote_code: bool
 ) -> str | None:
@@ -782,7 +611,7 @@ def _resolve_speculative_algorithm_alias(
     if algorithm is None:
         return None
     if draft_model_path is None:
-        raise ValueError(_draft_missing(algorithm))
+        raise ValueError(draft_missing(algorithm))
     flags = f"--speculative-algorithm {algorithm} with --speculative-draft-model-path {str(draft_model_path)!r}"
     path = resolve_model_path(str(draft_model_path), None, role="draft", weights=False)
     try:

@@ -88,3 +88,11 @@ def check_tree(
             f"--speculative-num-steps {num_steps} with {tree} must be below the target's attention window of "
             f"{min(windows)} tokens"
         )
+
+
+def draft_missing(algorithm: str | None) -> str:
+    """What to tell somebody who asked for speculation without a draft model."""
+    return (
+        f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path: give the assistant that belongs "
+        "to the target (for google/gemma-4-E2B-it it is google/gemma-4-E2B-it-assistant)"
+    )

@@ -14,7 +14,8 @@ from sglang.srt.entrypoints.openai_protocol import parse_chat_request
 from sglang.srt.managers.channel import make_memory_channel
 from sglang.srt.managers.io_struct import SchedulerReady
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.server_args import ServerArgs, resolve_server_args
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args_resolution import resolve_server_args
 from sglang.srt.utils.embedded import EMBEDDED_MODELS
 from sglang.srt.utils.hf_transformers.tokenizer import load_tokenizer
 

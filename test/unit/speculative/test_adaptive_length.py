@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from sglang.srt.model_executor.draft_length import FixedLength, least_length
-from sglang.srt.server_args import ServerArgs, resolve_server_args
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args_resolution import resolve_server_args
 from sglang.srt.speculative.adaptive_length import Acceptance, AdaptiveLength, RoundTimes, draft_lengths
 
 LENGTHS = tuple(range(8))

@@ -19,7 +19,8 @@ from sglang.srt.managers.channel import MemorySchedulerChannel, make_memory_chan
 from sglang.srt.managers.io_struct import ControlReq, GenerateReqInput, SchedulerReady
 from sglang.srt.managers.scheduler import run_scheduler
 from sglang.srt.managers.tokenizer_manager import SchedulerDiedError, TokenizerManager
-from sglang.srt.server_args import ServerArgs, resolve_server_args
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args_resolution import resolve_server_args
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
