@@ -56,7 +56,7 @@ def plan(args: dict[str, Any] | None = None, template: str | None = None, **body
 )
 def test_only_markers_that_are_parsed_are_shown(args: Any, body: Any, shown: Any) -> None:
     made = plan(args, **body)
-    assert made.shown_tokens == shown
+    assert made.request.shown_tokens == shown
     assert made.sampling_params.skip_special_tokens is (shown is None and "skip_special_tokens" not in body)
     assert made.answer_format.reasoning is (args.get("reasoning_parser") != "none")
     assert (made.answer_format.format is None) is (args == {"reasoning_parser": "none"} and not body)

@@ -49,7 +49,7 @@ class ChatShape:
 
     def __init__(self, answer_format: AnswerFormat) -> None:
         self._format = answer_format
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, AnswerReader] = {}
 
     @property
     def reasoning_tokens(self) -> int:
@@ -78,14 +78,14 @@ class ChatShape:
             choices.append(_choice(out.index, {}, answer.end_fields(out.finish_reason)))
         return choices
 
-    def _answer(self, index: int) -> _Answer:
+    def _answer(self, index: int) -> AnswerReader:
         if index not in self._answers:
-            self._answers[index] = _Answer(self._format)
+            self._answers[index] = AnswerReader(self._format)
         return self._answers[index]
 
 
-class _Answer:
-    """One answer as it is read."""
+class AnswerReader:
+    """One answer as it is read: from outputs of the engine to typed pieces, whatever form they are shown in."""
 
     def __init__(self, answer_format: AnswerFormat) -> None:
         self._format = answer_format
@@ -102,6 +102,11 @@ class _Answer:
     @property
     def reasoning_tokens(self) -> int:
         return self._thought.used
+
+    @property
+    def ends_with_call(self) -> bool:
+        """Whether the newest call is complete, as it is when the model ends its answer to have tools run."""
+        return self._is_last_call_complete
 
     def read(self, out: GenerateOutput) -> list[Event]:
         """What is new: thoughts wait for their end if they are not to be streamed."""
@@ -127,7 +132,7 @@ class _Answer:
 
     def end_fields(self, reason: FinishReason | None) -> dict[str, Any]:
         fields = end_fields(reason)
-        if reason is not None and reason.type == "stop" and self._is_last_call_complete:
+        if reason is not None and reason.type == "stop" and self.ends_with_call:
             fields["finish_reason"] = "tool_calls"
         return fields
 

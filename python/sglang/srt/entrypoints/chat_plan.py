@@ -10,8 +10,9 @@ from sglang.srt.entrypoints.chat_output import AnswerFormat
 from sglang.srt.entrypoints.chat_prompt import ChatTemplate
 from sglang.srt.entrypoints.errors import bad_field
 from sglang.srt.entrypoints.openai_messages import ToolUse
-from sglang.srt.entrypoints.openai_protocol import ChatRequest
+from sglang.srt.entrypoints.openai_protocol import ChatRequest, RequestOptions
 from sglang.srt.entrypoints.parsers.base import OutputFormat
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -19,12 +20,21 @@ from sglang.srt.server_args import ServerArgs
 
 @dataclass(frozen=True, slots=True)
 class ChatPlan:
-    """``shown_tokens`` as in ``GenerateReqInput``."""
+    """``request`` is what the engine runs; each of its answers is read by an ``AnswerReader`` of ``answer_format``."""
 
-    prompt: tuple[int, ...]
-    sampling_params: SamplingParams
+    options: RequestOptions
+    request: GenerateReqInput
     answer_format: AnswerFormat
-    shown_tokens: tuple[str, ...] | None
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        (prompt,) = self.request.prompts
+        assert isinstance(prompt, tuple), "chats are tokenized when they are planned"
+        return prompt
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        return self.request.sampling_params[0]
 
 
 class ChatPlanner:
@@ -55,11 +65,11 @@ class ChatPlanner:
         markers = markers if tools is None else (*markers, *tools.call_markers)
         # stop strings are looked for in the text that is parsed, so markers must be part of it for both
         shown = markers if markers and params.skip_special_tokens else None
+        params = params if shown is None else replace(params, skip_special_tokens=False)
         return ChatPlan(
-            prompt=prompt,
-            sampling_params=params if shown is None else replace(params, skip_special_tokens=False),
+            options=request.options,
+            request=replace(request.options.generate_request((prompt,), "messages", params), shown_tokens=shown),
             answer_format=self._answer_format(request, text, prompt, tools),
-            shown_tokens=shown,
         )
 
     def _answer_format(

@@ -12,7 +12,7 @@ from sglang.srt.entrypoints.errors import ApiError, bad_field
 from sglang.srt.entrypoints.native_protocol import check_fields, parse_ids, parse_texts
 from sglang.srt.entrypoints.openai_messages import ToolUse, parse_messages, parse_tool_use
 from sglang.srt.managers.generate_output import GenerateOutput
-from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.managers.io_struct import FinishReason, GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 # field of a request -> name in SamplingParams
@@ -117,6 +117,19 @@ class RequestOptions:
     include_usage: bool
     spec_usage: bool
     clamp_length: bool
+
+    def generate_request(
+        self, prompts: tuple[str | tuple[int, ...], ...], param: str, params: SamplingParams
+    ) -> GenerateReqInput:
+        """What the engine runs; ``param`` names the field with the prompts, ``params`` are what became of our own."""
+        return GenerateReqInput(
+            prompts=prompts,
+            sampling_params=(params,) * len(prompts),
+            stream=self.stream,
+            rids=None if self.rid is None else (self.rid,),
+            clamp_length=self.clamp_length,
+            param=param,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,11 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.entrypoints.chat_output import ChatShape
-from sglang.srt.entrypoints.chat_plan import ChatPlanner
+from sglang.srt.entrypoints.chat_plan import ChatPlan, ChatPlanner
 from sglang.srt.entrypoints.errors import ApiError
 from sglang.srt.entrypoints.openai_protocol import (
     RequestOptions,
@@ -62,46 +61,31 @@ class OpenAIServing:
             message = f"the model {name!r:.200} does not exist: this server has {self._model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def chat(self, body: Mapping[str, Any]) -> _Completion:
-        """A chat completion, checked and ready to run."""
+    async def plan_chat(self, body: Mapping[str, Any]) -> ChatPlan:
+        """A chat request, checked and ready to run. ``ApiError`` names the field of ``body`` that is at fault."""
         try:
             request = parse_chat_request(body, self._defaults)
             self.check_model(request.options.model)
-            plan = await self._planner.plan(request)
+            return await self._planner.plan(request)
         except ValueError as error:
             raise in_openai_terms(error, body) from error
-        options = replace(request.options, sampling_params=plan.sampling_params)
+
+    async def chat(self, body: Mapping[str, Any]) -> _Completion:
+        """A chat completion, checked and ready to run."""
+        plan = await self.plan_chat(body)
         shape = ChatShape(plan.answer_format)
-        return self._completion(body, options, (plan.prompt,), "messages", shape, plan.shown_tokens)
+        return _Completion(self._manager, body, plan.options, plan.request, shape, self._model_name)
 
     async def completion(self, body: Mapping[str, Any]) -> _Completion:
         """A text completion, checked and ready to run."""
         try:
-            request = parse_completion_request(body, self._defaults)
+            parsed = parse_completion_request(body, self._defaults)
         except ValueError as error:
             raise in_openai_terms(error, body) from error
-        self.check_model(request.options.model)
-        return self._completion(body, request.options, request.prompts, "prompt", _TextShape())
-
-    def _completion(
-        self,
-        body: Mapping[str, Any],
-        options: RequestOptions,
-        prompts: tuple[str | tuple[int, ...], ...],
-        param: str,
-        shape: _Shape,
-        shown_tokens: tuple[str, ...] | None = None,
-    ) -> _Completion:
-        request = GenerateReqInput(
-            prompts=prompts,
-            sampling_params=(options.sampling_params,) * len(prompts),
-            stream=options.stream,
-            rids=None if options.rid is None else (options.rid,),
-            clamp_length=options.clamp_length,
-            param=param,
-            shown_tokens=shown_tokens,
-        )
-        return _Completion(self._manager, body, options, request, shape, self._model_name)
+        options = parsed.options
+        self.check_model(options.model)
+        request = options.generate_request(parsed.prompts, "prompt", options.sampling_params)
+        return _Completion(self._manager, body, options, request, _TextShape(), self._model_name)
 
 
 class _TextShape:
