@@ -20,6 +20,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPVerifyInput
 from sglang.srt.speculative.frozen_kv_mtp_utils import expand_for_topk_draft, frozen_kv_target_view
 from sglang.srt.speculative.frozen_kv_mtp_worker import FrozenKVMTPWorker
+from sglang.srt.speculative.frozen_kv_mtp_worker_v2 import FrozenKVMTPWorkerV2
 from sglang.srt.utils.hf_transformers.config import load_model_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -197,3 +198,9 @@ def test_branches_are_rows_of_their_request(on_host: tuple[int, ...] | None) -> 
     wide = expand_for_topk_draft(geometry, 2)
     assert wide.kv_lens.tolist() == [5, 9] and wide.q_lens_cpu == (2, 2), "so that keys are read once for both"
     assert wide.positions.tolist() == [5, 5, 9, 9] and wide.host == geometry.host
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_worker_of_each_order(tiny_checkpoints: Path, overlap: bool) -> None:
+    worker = make_worker(tiny_checkpoints, "dense", disable_overlap_schedule=not overlap)
+    assert isinstance(worker, FrozenKVMTPWorkerV2) == worker.capabilities.supports_overlap == overlap

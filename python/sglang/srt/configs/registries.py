@@ -37,6 +37,11 @@ SPECULATIVE_ALGORITHMS: Mapping[str, str] = MappingProxyType(
     {"FROZEN_KV_MTP": "sglang.srt.speculative.frozen_kv_mtp_worker:FrozenKVMTPWorker"}
 )
 
+# the same, for workers whose next step may be started before the last one's result is read
+OVERLAPPED_ALGORITHMS: Mapping[str, str] = MappingProxyType(
+    {"FROZEN_KV_MTP": "sglang.srt.speculative.frozen_kv_mtp_worker_v2:FrozenKVMTPWorkerV2"}
+)
+
 # --grammar-backend -> backend class
 GRAMMAR_BACKENDS: Mapping[str, str] = MappingProxyType(
     {"xgrammar": "sglang.srt.constrained.xgrammar_backend:XGrammarBackend"}

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from sglang.srt.configs.registries import ATTENTION_BACKENDS, SPECULATIVE_ALGORITHMS, load_entry
+from sglang.srt.configs.registries import (
+    ATTENTION_BACKENDS,
+    OVERLAPPED_ALGORITHMS,
+    SPECULATIVE_ALGORITHMS,
+    load_entry,
+)
 from sglang.srt.managers.memory_probe import Workload, measure_reserve_bytes
 from sglang.srt.managers.model_worker import ModelWorker
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -50,7 +55,8 @@ def create_worker(args: ServerArgs) -> ModelWorker:
         worker = TpModelWorker(runner, memory, backend, graphs=graphs)
     else:
         target = TpModelWorker(runner, memory, backend, capture_hidden=True)
-        worker = load_entry(SPECULATIVE_ALGORITHMS, spec.algorithm)(draft_runner, target, backend, spec, graphs)
+        workers = OVERLAPPED_ALGORITHMS if graphs.overlap else SPECULATIVE_ALGORITHMS
+        worker = load_entry(workers, spec.algorithm)(draft_runner, target, backend, spec, graphs)
     worker.capture_graphs()
     return worker
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 
@@ -39,7 +40,10 @@ logger = logging.getLogger(__name__)
 
 
 class FrozenKVMTPWorker(TpModelWorker):
-    """*Is* the assistant's worker, *has* the target's. Reads the target's KV through a read-only view."""
+    """*Is* the assistant's worker, *has* the target's. Reads the target's KV through a read-only view. The result of
+    a round is read before the next one starts."""
+
+    supports_overlap: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -59,7 +63,7 @@ class FrozenKVMTPWorker(TpModelWorker):
             max_tokens_per_step=spec.num_draft_tokens,
             max_drafts=spec.max_depth,
             needs_draft_kv=False,
-            supports_overlap=graphs.overlap,
+            supports_overlap=self.supports_overlap,
         )
         self._check_digest = SGLANG_DEBUG_KV_DIGEST.get()
         self._rows = ResidentRows(self.memory.max_requests, self.memory.dummy_row, self._device)
