@@ -166,9 +166,8 @@ def test_native_reply(http: httpx.Client) -> None:
     parsed = [json.loads(event) for event in events[:-1]]
     assert all(COUNTED.startswith(event["text"]) for event in parsed)
     assert parsed[-1]["text"] == COUNTED and parsed[-1]["output_ids"] == reply["output_ids"]
-    many = http.post(
-        "/generate", json={"input_ids": [[2, 50], [2, 60]], "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
-    ).json()
+    two = {"max_new_tokens": 2, "ignore_eos": True}
+    many = http.post("/generate", json={"input_ids": [[2, 50], [2, 60]], "sampling_params": two}).json()
     assert [len(entry["output_ids"]) for entry in many] == [2, 2]
 
 
