@@ -192,7 +192,8 @@ def test_clients_that_leave_abort_their_requests(server: ServerProcess, http: ht
                 await lines.__anext__()
 
     async def main() -> None:
-        chat = {"messages": [{"role": "user", "content": ENDLESS}], "stream": True, "max_tokens": 4000}
+        question = [{"role": "user", "content": ENDLESS}]
+        chat = {"messages": question, "ignore_eos": True, "stream": True, "max_tokens": 4000}
         text = {"prompt": "<bos>", "ignore_eos": True, "stream": True, "max_tokens": 4000, "n": 2}
         native = {"text": "<bos>", "stream": True, "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
         async with httpx.AsyncClient(base_url=server.url, timeout=30) as session:
