@@ -66,6 +66,7 @@ class Engine:
         token_ids_logprob: list[int] | list[list[int]] | None = None,
         return_text_in_logprobs: bool = False,
         return_hidden_states: bool | list[bool] = False,
+        return_accept_lens: bool | list[bool] = False,
         custom_logit_processor: str | list[str] | None = None,
     ) -> Any:
         """Reply of ``/generate``: an object for one sequence, a list for several; with ``stream`` an iterator over
@@ -83,6 +84,7 @@ class Engine:
                 "token_ids_logprob": token_ids_logprob,
                 "return_text_in_logprobs": return_text_in_logprobs,
                 "return_hidden_states": return_hidden_states,
+                "return_accept_lens": return_accept_lens,
                 "custom_logit_processor": custom_logit_processor,
             }
         )
@@ -103,6 +105,7 @@ class Engine:
         token_ids_logprob: list[int] | list[list[int]] | None = None,
         return_text_in_logprobs: bool = False,
         return_hidden_states: bool | list[bool] = False,
+        return_accept_lens: bool | list[bool] = False,
         custom_logit_processor: str | list[str] | None = None,
     ) -> Any:
         """Like ``generate``, without blocking the caller's event loop; with ``stream`` an async iterator."""
@@ -119,6 +122,7 @@ class Engine:
                 "token_ids_logprob": token_ids_logprob,
                 "return_text_in_logprobs": return_text_in_logprobs,
                 "return_hidden_states": return_hidden_states,
+                "return_accept_lens": return_accept_lens,
                 "custom_logit_processor": custom_logit_processor,
             }
         )

@@ -28,6 +28,7 @@ _FIELDS = (
     "token_ids_logprob",
     "return_text_in_logprobs",
     "return_hidden_states",
+    "return_accept_lens",
     "custom_logit_processor",
 )
 # fields that select what is not supported yet, and values of them that select nothing
@@ -94,6 +95,7 @@ def parse_output_options(body: Mapping[str, Any], num_prompts: int) -> tuple[Out
     starts = _each("logprob_start_len", body, num_prompts, partial(_count, default=-1))
     tops = _each("top_logprobs_num", body, num_prompts, partial(_count, default=0))
     hidden = _each("return_hidden_states", body, num_prompts, _flag)
+    accept_lens = _each("return_accept_lens", body, num_prompts, _flag)
     processors = _each("custom_logit_processor", body, num_prompts, _text)
     asked = body.get("token_ids_logprob")
     is_one_list = not isinstance(asked, list) or not any(isinstance(item, (list, type(None))) for item in asked)
@@ -105,6 +107,7 @@ def parse_output_options(body: Mapping[str, Any], num_prompts: int) -> tuple[Out
             text_in_logprobs=with_text,
             hidden_states=hidden[i],
             custom_logit_processor=processors[i],
+            accept_lens=accept_lens[i],
         )
         for i in range(num_prompts)
     )

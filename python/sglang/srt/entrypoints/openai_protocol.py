@@ -1,9 +1,9 @@
-"""OpenAI's requests and replies: checks a request body field by field, and shapes the JSON of replies."""
+"""OpenAI's requests: checks a body field by field, and says what it asks for."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,13 @@ from sglang.srt.constrained.base_grammar import GRAMMAR_KINDS
 from sglang.srt.entrypoints.errors import ApiError, bad_field
 from sglang.srt.entrypoints.native_protocol import check_fields, parse_ids, parse_texts
 from sglang.srt.entrypoints.openai_messages import ToolUse, parse_messages, parse_tool_use
-from sglang.srt.managers.generate_output import GenerateOutput
-from sglang.srt.managers.io_struct import FinishReason, GenerateReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.sampling.logprobs import LogprobOptions, OutputOptions
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 # field of a request -> name in SamplingParams
 _SAMPLING_FIELDS: Mapping[str, str] = {
+    "custom_params": "custom_params",
     "ebnf": "ebnf",
     "frequency_penalty": "frequency_penalty",
     "ignore_eos": "ignore_eos",
@@ -57,8 +58,12 @@ _NO_EFFECT = (
 _COMMON = (
     *_SAMPLING_FIELDS,
     *_NO_EFFECT,
+    "custom_logit_processor",
+    "logprobs",
     "model",
     "response_format",
+    "return_accept_lens",
+    "return_hidden_states",
     "rid",
     "speculative_usage",
     "stream",
@@ -78,14 +83,12 @@ _CHAT_FIELDS = (
     "stream_reasoning",
     "tool_choice",
     "tools",
+    "top_logprobs",
 )
-_COMPLETION_FIELDS = (*_COMMON, "prompt")
+_COMPLETION_FIELDS = (*_COMMON, "best_of", "echo", "prompt")
 _LATER: Mapping[str, tuple[Any, ...]] = {
-    "custom_logit_processor": (),
-    "logprobs": (),
     "lora_path": (),
-    "priority": (),
-    "return_hidden_states": (),
+    "priority": (0,),
     "session_params": (),
 }
 _CHAT_LATER: Mapping[str, tuple[Any, ...]] = {
@@ -95,27 +98,30 @@ _CHAT_LATER: Mapping[str, tuple[Any, ...]] = {
     "functions": (),
     "modalities": (["text"],),
     "prediction": (),
-    "top_logprobs": (0,),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
-_COMPLETION_LATER: Mapping[str, tuple[Any, ...]] = {**_LATER, "best_of": (1,), "echo": (), "suffix": ()}
+_COMPLETION_LATER: Mapping[str, tuple[Any, ...]] = {**_LATER, "suffix": ()}
 
 _RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _COMPLETION_MAX_TOKENS = 16
+_MAX_TOP_LOGPROBS = 100
 _REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What chat and text completions have in common. ``spec_usage``: usage tells what speculation did."""
+    """What chat and text completions have in common. ``spec_usage``: usage tells what speculation did;
+    ``continuous_usage``: every piece of a stream has it. ``outputs``: what choices hold beside text."""
 
     model: str | None
     rid: str | None
     sampling_params: SamplingParams
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     spec_usage: bool
+    outputs: OutputOptions
     clamp_length: bool
 
     def generate_request(
@@ -129,6 +135,7 @@ class RequestOptions:
             rids=None if self.rid is None else (self.rid,),
             clamp_length=self.clamp_length,
             param=param,
+            output_options=(self.outputs,) * len(prompts),
         )
 
 
@@ -146,15 +153,19 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
+    """``echo``: texts begin with their prompts."""
+
     options: RequestOptions
     prompts: tuple[str | tuple[int, ...], ...]
+    echo: bool
 
 
 def parse_chat_request(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
     """Check a chat request; ``defaults`` are sampling values for fields that it leaves out. Errors name the field."""
     check_fields(body, _CHAT_FIELDS, _CHAT_LATER)
     length_field = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    options = _parse_options(body, {"max_new_tokens": None, **defaults}, length_field)
+    logprobs = _parse_chat_logprobs(body)
+    options = _parse_options(body, {"max_new_tokens": None, **defaults}, length_field, logprobs)
     continue_final = _flag(body, "continue_final_message", False)
     add_prompt = _flag(body, "add_generation_prompt", not continue_final)
     if continue_final and add_prompt:
@@ -211,7 +222,13 @@ def _parse_template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
 def parse_completion_request(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
     """Check a text completion request; see ``parse_chat_request``."""
     check_fields(body, _COMPLETION_FIELDS, _COMPLETION_LATER)
-    options = _parse_options(body, {"max_new_tokens": _COMPLETION_MAX_TOKENS, **defaults}, "max_tokens")
+    echo = _flag(body, "echo", False)
+    num_top = _num_top(body, "logprobs")
+    logprobs = None if num_top is None else LogprobOptions(0 if echo else -1, num_top)
+    options = _parse_options(body, {"max_new_tokens": _COMPLETION_MAX_TOKENS, **defaults}, "max_tokens", logprobs)
+    best_of, n = body.get("best_of"), options.sampling_params.n
+    if best_of is not None and (type(best_of) is not int or best_of != n):
+        raise bad_field("best_of", f"must be n, which is {n}, got {best_of!r:.200}: all answers are returned")
     prompt = body.get("prompt")
     if prompt is None:
         raise bad_field("prompt", "is missing: give a string, token ids, or a list of either")
@@ -219,7 +236,7 @@ def parse_completion_request(body: Mapping[str, Any], defaults: Mapping[str, Any
     prompts, _ = parse_ids("prompt", prompt) if has_ids else parse_texts("prompt", prompt)
     if options.rid is not None and len(prompts) > 1:
         raise bad_field("rid", f"can name one prompt only, got {len(prompts)} prompts")
-    return CompletionRequest(options, tuple(prompts))
+    return CompletionRequest(options, tuple(prompts), echo)
 
 
 def in_openai_terms(error: ValueError, body: Mapping[str, Any]) -> ApiError:
@@ -236,19 +253,45 @@ def in_openai_terms(error: ValueError, body: Mapping[str, Any]) -> ApiError:
     return ApiError(400, message, param=field if field in body else None, code=code)
 
 
-def _parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any], length_field: str) -> RequestOptions:
+def _parse_chat_logprobs(body: Mapping[str, Any]) -> LogprobOptions | None:
+    num_top = _num_top(body, "top_logprobs")
+    if _flag(body, "logprobs", False):
+        return LogprobOptions(top_num=num_top or 0)
+    if num_top:
+        raise bad_field("top_logprobs", f"is {num_top}, which needs logprobs true")
+    return None
+
+
+def _num_top(body: Mapping[str, Any], name: str) -> int | None:
+    value = body.get(name)
+    if value is not None and (type(value) is not int or not 0 <= value <= _MAX_TOP_LOGPROBS):
+        raise bad_field(name, f"must be an integer from 0 to {_MAX_TOP_LOGPROBS}, got {value!r:.200}")
+    return value
+
+
+def _parse_options(
+    body: Mapping[str, Any], defaults: Mapping[str, Any], length_field: str, logprobs: LogprobOptions | None
+) -> RequestOptions:
     given = {internal: body[field] for field, internal in _SAMPLING_FIELDS.items() if body.get(field) is not None}
     if body.get(length_field) is not None:
         given["max_new_tokens"] = body[length_field]
     given |= _parse_response_format(body.get("response_format"), given)
     stream = _flag(body, "stream", False)
+    include_usage, continuous_usage = _parse_stream_options(body.get("stream_options"), stream)
     return RequestOptions(
         model=_text(body, "model"),
         rid=_text(body, "rid"),
         sampling_params=SamplingParams.from_dict({**defaults, **given}),
         stream=stream,
-        include_usage=_parse_stream_options(body.get("stream_options"), stream),
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
         spec_usage=_flag(body, "speculative_usage", False),
+        outputs=OutputOptions(
+            logprobs=logprobs,
+            hidden_states=_flag(body, "return_hidden_states", False),
+            custom_logit_processor=_text(body, "custom_logit_processor"),
+            accept_lens=_flag(body, "return_accept_lens", False),
+        ),
         clamp_length="max_new_tokens" not in given,
     )
 
@@ -282,20 +325,21 @@ def _parse_response_format(value: Any, given: Mapping[str, Any]) -> dict[str, An
     return {"json_schema": form["schema"]}
 
 
-def _parse_stream_options(value: Any, stream: bool) -> bool:
+def _parse_stream_options(value: Any, stream: bool) -> tuple[bool, bool]:
+    """Whether the end of a stream, and whether each of its pieces, has the usage."""
     if value is None:
-        return False
+        return False, False
     if not isinstance(value, dict):
         raise bad_field("stream_options", f"must be an object, got {value!r:.200}")
     if not stream:
         raise bad_field("stream_options", "is only allowed with stream true")
     for name, setting in value.items():
         path = f"stream_options.{name!s:.100}"
-        if name not in ("include_usage", "include_obfuscation"):
-            raise bad_field(path, "is not a known field: the known field is include_usage")
+        if name not in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
+            raise bad_field(path, "is not a known field: known fields are include_usage and continuous_usage_stats")
         if setting is not None and not isinstance(setting, bool):
             raise bad_field(path, f"must be true or false, got {setting!r:.200}")
-    return bool(value.get("include_usage"))
+    return bool(value.get("include_usage")), bool(value.get("continuous_usage_stats"))
 
 
 def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -310,50 +354,3 @@ def _text(body: Mapping[str, Any], name: str) -> str | None:
     if value is not None and (not isinstance(value, str) or not value):
         raise bad_field(name, f"must be a string that is not empty, got {value!r:.200}")
     return value
-
-
-def usage(
-    outputs: Sequence[GenerateOutput], num_samples: int, reasoning_tokens: int = 0, *, spec: bool = False
-) -> dict[str, Any]:
-    """Token counts of a request; a prompt counts once, however many samples it has. One output per sequence. ``spec``:
-    with what speculation did, where it ran."""
-    prompts = [out for out in outputs if out.index % num_samples == 0]
-    prompt_tokens = sum(out.prompt_tokens for out in prompts)
-    completion_tokens = sum(out.completion_tokens for out in outputs)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "reasoning_tokens": reasoning_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(out.cached_tokens for out in prompts)},
-        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens, **(_spec_details(outputs) if spec else {})},
-    }
-
-
-def _spec_details(outputs: Sequence[GenerateOutput]) -> dict[str, Any]:
-    """OpenAI's names for predicted tokens, and what they come from; empty without speculation."""
-    stats = [out.spec for out in outputs if out.spec is not None]
-    if not stats:
-        return {}
-    accepted, rounds = sum(s.accepted_tokens for s in stats), sum(s.verify_ct for s in stats)
-    taken = [sum(counts) for counts in zip(*(s.accepted_by_position for s in stats), strict=True)]
-    drafted = [sum(counts) for counts in zip(*(s.drafted_by_position for s in stats), strict=True)]
-    return {
-        "accepted_prediction_tokens": accepted,
-        "rejected_prediction_tokens": sum(s.draft_tokens for s in stats) - accepted,
-        "spec_verify_ct": rounds,
-        "spec_accept_length": (accepted + rounds) / max(rounds, 1),
-        "spec_accept_by_position": [a / max(d, 1) for a, d in zip(taken, drafted, strict=True)],
-    }
-
-
-def end_fields(reason: FinishReason | None) -> dict[str, Any]:
-    """``finish_reason`` of a choice, and what it stopped at. Both None while it goes on."""
-    if reason is None:
-        return {"finish_reason": None, "matched_stop": None}
-    return {"finish_reason": reason.type, "matched_stop": reason.matched}
-
-
-def text_choice(out: GenerateOutput) -> dict[str, Any]:
-    """One choice of a text completion, whole or as the next piece of a stream."""
-    return {"index": out.index, "text": out.text, "logprobs": None, **end_fields(out.finish_reason)}

@@ -11,15 +11,16 @@ from typing import Any
 
 from sglang.srt.entrypoints.chat_output import ChatShape
 from sglang.srt.entrypoints.chat_plan import ChatPlan, ChatPlanner
+from sglang.srt.entrypoints.completion_output import TextFormat, TextShape, echo_of
 from sglang.srt.entrypoints.errors import ApiError
 from sglang.srt.entrypoints.openai_protocol import (
+    CompletionRequest,
     RequestOptions,
     in_openai_terms,
     parse_chat_request,
     parse_completion_request,
-    text_choice,
-    usage,
 )
+from sglang.srt.entrypoints.openai_replies import usage
 from sglang.srt.managers.generate_output import GenerateOutput
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -45,7 +46,8 @@ class OpenAIServing:
     """Serves both kinds of completion. Each method takes a request body that is a JSON object."""
 
     def __init__(self, server_args: ServerArgs, manager: TokenizerManager) -> None:
-        self._manager = manager
+        self.manager = manager
+        self.cache_report = server_args.enable_cache_report
         self._model_name = server_args.served_model_name or server_args.model_path
         self._accepted_names = (self._model_name, server_args.model_path, "default")
         self._defaults = load_sampling_defaults(server_args)
@@ -73,8 +75,8 @@ class OpenAIServing:
     async def chat(self, body: Mapping[str, Any]) -> _Completion:
         """A chat completion, checked and ready to run."""
         plan = await self.plan_chat(body)
-        shape = ChatShape(plan.answer_format)
-        return _Completion(self._manager, body, plan.options, plan.request, shape, self._model_name)
+        shape = ChatShape(plan.answer_format, self.manager.pieces)
+        return _Completion(self, body, plan.options, plan.request, shape)
 
     async def completion(self, body: Mapping[str, Any]) -> _Completion:
         """A text completion, checked and ready to run."""
@@ -85,23 +87,16 @@ class OpenAIServing:
         options = parsed.options
         self.check_model(options.model)
         request = options.generate_request(parsed.prompts, "prompt", options.sampling_params)
-        return _Completion(self._manager, body, options, request, _TextShape(), self._model_name)
+        return _Completion(self, body, options, request, self._text_shape(parsed))
+
+    def _text_shape(self, request: CompletionRequest) -> TextShape:
+        params, pieces = request.options.sampling_params, self.manager.pieces
+        hidden_ids = pieces.special_ids if params.skip_special_tokens else frozenset()
+        echoes = tuple(echo_of(prompt, pieces, hidden_ids) for prompt in request.prompts) if request.echo else None
+        return TextShape(TextFormat(params.n, echoes, hidden_ids), pieces)
 
 
-class _TextShape:
-    """How a text completion looks."""
-
-    id_prefix, whole, piece = "cmpl", "text_completion", "text_completion"
-    reasoning_tokens = 0
-
-    def choice(self, out: GenerateOutput) -> dict[str, Any]:
-        return text_choice(out)
-
-    def pieces(self, out: GenerateOutput, is_first: bool) -> list[dict[str, Any]]:
-        return [text_choice(out)] if out.text or out.finish_reason is not None else []
-
-
-_Shape = ChatShape | _TextShape
+_Shape = ChatShape | TextShape
 
 
 class _Completion:
@@ -109,47 +104,61 @@ class _Completion:
 
     def __init__(
         self,
-        manager: TokenizerManager,
+        serving: OpenAIServing,
         body: Mapping[str, Any],
         options: RequestOptions,
         request: GenerateReqInput,
         shape: _Shape,
-        model_name: str,
     ) -> None:
         self.is_stream = options.stream
-        self._manager = manager
+        self._serving = serving
         self._body = body
         self._options = options
         self._request = request
         self._shape = shape
-        self._head = {"id": f"{shape.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model_name}
+        self._head = {
+            "id": f"{shape.id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": serving.model_name,
+        }
 
     async def whole(self) -> dict[str, Any]:
         try:
-            outputs = await self._manager.generate_whole(self._request)
+            outputs = await self._serving.manager.generate_whole(self._request)
         except ValueError as error:
             raise in_openai_terms(error, self._body) from error
-        choices = [self._shape.choice(out) for out in outputs]
+        choices = [self._shape.choice(out) | _runs(out) for out in outputs]
         return {**self._head, "object": self._shape.whole, "choices": choices, "usage": self._usage(outputs)}
 
     def _usage(self, outputs: Sequence[GenerateOutput]) -> dict[str, Any]:
-        options = self._options
-        return usage(outputs, options.sampling_params.n, self._shape.reasoning_tokens, spec=options.spec_usage)
+        return usage(
+            outputs,
+            self._options.sampling_params.n,
+            self._shape.reasoning_tokens,
+            cached=self._serving.cache_report,
+            spec=self._options.spec_usage,
+        )
 
     async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
         """Chunks of the reply, each with a piece of one choice; the last one has the usage if it was asked for."""
         head = {**self._head, "object": self._shape.piece}
+        with_usage = self._options.continuous_usage
         if self._options.include_usage:
             head["usage"] = None
         latest: dict[int, GenerateOutput] = {}
         try:
-            async with contextlib.aclosing(self._manager.generate_request(self._request)) as outputs:
+            async with contextlib.aclosing(self._serving.manager.generate_request(self._request)) as outputs:
                 async for out in outputs:
-                    pieces = self._shape.pieces(out, out.index not in latest)
-                    latest[out.index] = out
-                    for piece in pieces:
-                        yield {**head, "choices": [piece]}
+                    for part, place in ((out, None),) if out.runs is None else out.by_token():
+                        pieces = self._shape.pieces(part, part.index not in latest)
+                        latest[part.index] = part
+                        for piece in pieces:
+                            yield {**head, "choices": [piece if place is None else piece | {"accept_position": place}]}
         except ValueError as error:
             raise in_openai_terms(error, self._body) from error
         if self._options.include_usage:
             yield {**head, "choices": [], "usage": self._usage(list(latest.values()))}
+
+
+def _runs(out: GenerateOutput) -> dict[str, Any]:
+    return {} if out.runs is None else {"accept_lens": list(out.runs.accept_lens)}

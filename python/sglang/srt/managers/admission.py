@@ -91,6 +91,7 @@ def make_req(msg: TokenizedGenerateReqInput, limits: AdmissionLimits, seeds: ran
         logit_processor=_logit_processor(msg, limits),
         thought_budget=_thought_budget(msg, limits),
         asked=_asked_outputs(msg, limits),
+        unsent_accept_lens=[] if msg.return_accept_lens else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -34,6 +34,10 @@ class Logprobs:
         prompt = tuple(entry for part in parts for entry in part.prompt)
         return replace(self, prompt=prompt, output=tuple(entry for part in parts for entry in part.output))
 
+    def of_token(self, i: int) -> Logprobs:
+        """Those of one new token; the prompt's come with the first."""
+        return replace(self, prompt=() if i else self.prompt, output=self.output[i : i + 1])
+
     def to_dict(self) -> dict[str, Any]:
         """The fields of ``meta_info``: every entry is [log-probability, token id, text or None]."""
         info: dict[str, Any] = {}
@@ -50,6 +54,26 @@ class Logprobs:
 
     def _entry(self, logprob: float | None, token_id: int) -> list[Any]:
         return [logprob, token_id, None if self.text_of is None else self.text_of(token_id)]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRuns:
+    """How tokens came: the lengths of their runs, one for each round, and the text that was shown with each token.
+
+    A reply without tokens has one text, the rest that its end released.
+    """
+
+    accept_lens: tuple[int, ...]
+    texts: tuple[str, ...]
+
+    def joined(self, parts: Sequence[TokenRuns]) -> TokenRuns:
+        lens = tuple(length for part in parts for length in part.accept_lens)
+        return TokenRuns(lens, tuple(text for part in parts for text in part.texts))
+
+    @property
+    def positions(self) -> list[int]:
+        """Place of each token in its run, from 0."""
+        return [place for length in self.accept_lens for place in range(length)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +97,32 @@ class GenerateOutput:
     queue_time_s: float
     logprobs: Logprobs | None = None
     hidden_states: tuple[HiddenRows, ...] | None = None
+    runs: TokenRuns | None = None
 
     def after(self, earlier: GenerateOutput) -> GenerateOutput:
         """Both outputs of a sequence as one."""
         return join_outputs((earlier, self))
+
+    def by_token(self) -> Iterator[tuple[GenerateOutput, int | None]]:
+        """An output for each token, with its place in its run, of an output with ``runs``.
+
+        What the end released comes with the last token, or behind the tokens without a place.
+        """
+        assert self.runs is not None, self.rid
+        texts, places = self.runs.texts, self.runs.positions
+        for i, text in enumerate(texts):
+            is_last, token = i == len(texts) - 1, slice(i, i + 1)
+            part = replace(
+                self,
+                text=text,
+                output_ids=self.output_ids[token],
+                finish_reason=self.finish_reason if is_last else None,
+                completion_tokens=self.completion_tokens - max(len(self.output_ids) - 1 - i, 0),
+                logprobs=None if self.logprobs is None else self.logprobs.of_token(i),
+                hidden_states=None if self.hidden_states is None else self.hidden_states[token],
+                runs=None,
+            )
+            yield part, places[i] if i < len(places) else None
 
     def raise_if_failed(self) -> None:
         """``ValueError`` when the scheduler found the request at fault, ``RequestFailedError`` when it failed it.
@@ -110,6 +156,8 @@ class GenerateOutput:
             info["hidden_states"] = [
                 [list(row) for row in rows] if i == 0 else list(rows[0]) for i, rows in enumerate(self.hidden_states)
             ]
+        if self.runs is not None:
+            info["accept_lens"] = list(self.runs.accept_lens)
         return info if self.spec is None else info | _spec_info(self.spec)
 
 
@@ -117,13 +165,15 @@ def join_outputs(parts: Sequence[GenerateOutput]) -> GenerateOutput:
     """All outputs of a sequence, in order, as one."""
     last = parts[-1]
     ids = tuple(token_id for part in parts for token_id in part.output_ids)
-    logprobs = hidden = None
+    logprobs = hidden = runs = None
     if last.logprobs is not None:
         logprobs = last.logprobs.joined([part.logprobs for part in parts if part.logprobs is not None])
     if last.hidden_states is not None:
         hidden = tuple(rows for part in parts for rows in part.hidden_states or ())
+    if last.runs is not None:
+        runs = last.runs.joined([part.runs for part in parts if part.runs is not None])
     text = "".join(part.text for part in parts)
-    return replace(last, text=text, output_ids=ids, logprobs=logprobs, hidden_states=hidden)
+    return replace(last, text=text, output_ids=ids, logprobs=logprobs, hidden_states=hidden, runs=runs)
 
 
 def _spec_info(spec: SpecStats) -> dict[str, Any]:

@@ -69,6 +69,7 @@ class TokenizedGenerateReqInput:
     logprobs: LogprobOptions | None = None
     return_hidden_states: bool = False
     custom_logit_processor: str | None = None
+    return_accept_lens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class TokenOut:
     is included as the last id (its text is not shown); ``finish_reason.matched`` as a string says where text is cut.
     ``logprobs`` and ``hidden_states`` have an entry for each of ``token_ids``, where they were asked for: of hidden
     states those rows that were computed for this token, the first time the whole prompt's. ``prompt_logprobs`` come
-    with the first reply.
+    with the first reply. ``accept_lens``: lengths of the runs that ``token_ids`` came in, where they were asked for.
     """
 
     rid: str
@@ -129,6 +130,7 @@ class TokenOut:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     hidden_states: tuple[HiddenRows, ...] = ()
+    accept_lens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

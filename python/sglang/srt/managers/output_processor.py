@@ -97,6 +97,8 @@ class OutputProcessor:
             req.asked.add(outputs, len(req.token_ids), kept)
         if kept:
             req.token_ids.extend(run[:kept])
+            if req.unsent_accept_lens is not None:
+                req.unsent_accept_lens.append(kept)
             assert req.kv is not None
             self._kv_manager.commit(req.kv, len(req.token_ids) - 1)
         self._metrics.totals.completion_tokens += kept
@@ -136,6 +138,9 @@ class OutputProcessor:
     def _output(self, req: Req) -> TokenOut:
         token_ids, sent, asked = tuple(req.token_ids[req.prompt_len + req.sent_len :]), req.sent_len, req.asked
         req.sent_len = req.output_len
+        accept_lens: tuple[int, ...] = ()
+        if req.unsent_accept_lens is not None:
+            accept_lens, req.unsent_accept_lens = tuple(req.unsent_accept_lens), []
         return TokenOut(
             rid=req.rid,
             token_ids=token_ids,
@@ -148,6 +153,7 @@ class OutputProcessor:
             logprobs=() if asked is None else tuple(asked.output_logprobs[sent:]),
             prompt_logprobs=() if asked is None else asked.take_prompt_logprobs(),
             hidden_states=() if asked is None else tuple(asked.output_hidden[sent:]),
+            accept_lens=accept_lens,
         )
 
     def _spec_stats(self, req: Req) -> SpecStats:

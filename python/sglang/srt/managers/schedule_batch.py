@@ -58,6 +58,7 @@ class Req:
     thought_budget: ThoughtBudget | None = None
     asked: AskedOutputs | None = None
     grammar: Grammar | None = None  # has accepted the output so far
+    unsent_accept_lens: list[int] | None = None  # lengths of runs not yet sent; None when nobody asked
 
     @property
     def edits_logits(self) -> bool:

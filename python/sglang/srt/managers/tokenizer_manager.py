@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.managers.channel import ManagerChannel
 from sglang.srt.managers.detokenizer_manager import IncrementalDetokenizer, TokenPieces
-from sglang.srt.managers.generate_output import GenerateOutput, Logprobs, join_outputs
+from sglang.srt.managers.generate_output import GenerateOutput, Logprobs, TokenRuns, join_outputs
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenOut,
@@ -94,10 +94,11 @@ class _ReqState:
     def output(self, out: TokenOut, now: float) -> GenerateOutput:
         if self.first_token_at is None and out.token_ids:
             self.first_token_at = now
+        texts = self._texts(out)
         return GenerateOutput(
             index=self.index,
             rid=out.rid,
-            text=self.detokenizer.feed(out.token_ids, out.finish_reason),
+            text="".join(texts),
             output_ids=out.token_ids,
             finish_reason=out.finish_reason,
             prompt_tokens=out.prompt_tokens,
@@ -109,7 +110,15 @@ class _ReqState:
             queue_time_s=out.queue_time_s,
             logprobs=self._logprobs(out),
             hidden_states=out.hidden_states if self.req.return_hidden_states else None,
+            runs=TokenRuns(out.accept_lens, texts) if self.req.return_accept_lens else None,
         )
+
+    def _texts(self, out: TokenOut) -> tuple[str, ...]:
+        """What is new of the text: in one piece, or by token where runs were asked for."""
+        if not self.req.return_accept_lens or not out.token_ids:
+            return (self.detokenizer.feed(out.token_ids, out.finish_reason),)
+        before = [self.detokenizer.feed((token_id,)) for token_id in out.token_ids[:-1]]
+        return (*before, self.detokenizer.feed(out.token_ids[-1:], out.finish_reason))
 
     def _logprobs(self, out: TokenOut) -> Logprobs | None:
         options = self.req.logprobs
@@ -277,6 +286,7 @@ class TokenizerManager:
                     logprobs=options.logprobs,
                     return_hidden_states=options.hidden_states,
                     custom_logit_processor=options.custom_logit_processor,
+                    return_accept_lens=options.accept_lens,
                 )
                 detokenizer = IncrementalDetokenizer(self._pieces, fitted, req.shown_tokens)
                 text_of = self._text_of if options.text_in_logprobs else None

@@ -26,12 +26,14 @@ class OutputOptions:
     """What one prompt's reply holds beside text and ids, and the processor its logits go through.
 
     ``text_in_logprobs``: each entry names its token's text. ``custom_logit_processor`` as the user sent it.
+    ``accept_lens``: how many tokens each round brought.
     """
 
     logprobs: LogprobOptions | None = None
     text_in_logprobs: bool = False
     hidden_states: bool = False
     custom_logit_processor: str | None = None
+    accept_lens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
