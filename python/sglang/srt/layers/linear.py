@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -14,7 +15,8 @@ from sgl_kernel.packed_linear import PackedWeight, pack_weight, packed_linear
 class Linear:
     """``y = x W^T`` without bias. ``widths`` are the row counts of the checkpoint tensors merged into one product.
 
-    After ``finish_loading`` the weight may live in the layout of the fastest product only, and ``part`` is for loading.
+    After ``finish_loading`` the weight may live in the layout of the fastest product only; ``weight`` and ``part`` are
+    for loading, also of other values later, and serve no product before the next ``finish_loading``.
     ``row_invariant``: a row's result must not depend on how many rows there are.
     """
 
@@ -23,13 +25,15 @@ class Linear:
     ) -> None:
         self.widths = tuple(widths)
         self._row_invariant = row_invariant
-        self._weight: torch.Tensor | None = torch.empty(sum(widths), in_features, dtype=dtype, device=device)
+        self._make_weight = partial(torch.empty, sum(widths), in_features, dtype=dtype, device=device)
+        self._weight: torch.Tensor | None = self._make_weight()
         self._packed: PackedWeight | None = None
 
     @property
     def weight(self) -> torch.Tensor:
-        """[out, in], until ``finish_loading``."""
-        assert self._weight is not None, "the weight has been re-laid already"
+        """[out, in], to be filled."""
+        if self._weight is None:  # it was re-laid: other values need a place of their own until they are, too
+            self._weight = self._make_weight()
         return self._weight
 
     def part(self, index: int) -> torch.Tensor:

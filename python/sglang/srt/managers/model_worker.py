@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from sglang.srt.managers.schedule_batch import GenerationBatchResult, ScheduleBatch
@@ -30,6 +31,10 @@ class ModelWorker(Protocol):
         ...
 
     def can_run_ahead(self, batch: ScheduleBatch) -> bool: ...
+
+    def update_weights(self, target: Path, draft: Path | None) -> None:
+        """Serve other weights of the same shape; nothing may run. ``ValueError``: the former ones still serve."""
+        ...
 
     def describe(self) -> dict[str, object]:
         """Facts for the start-up log and ``/server_info``."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -150,6 +151,13 @@ class TpModelWorker:
         extended = ExtendedRows(ends, states, out.next_token_logits, tokens)
         outputs = extended.outputs(batch.reqs, self.runner.model.compute_logits)
         return tokens, hidden[self._tensor(last)], outputs
+
+    def update_weights(self, target: Path, draft: Path | None) -> None:
+        """Serve other weights of the same shape; nothing may run. ``ValueError``: the former ones still serve."""
+        if draft is not None:
+            raise ValueError(f"draft_model_path {str(draft)!r} is given, but this server drafts nothing: leave it out")
+        self.runner.check_update(target)
+        self.runner.update_weights(target)
 
     def describe(self) -> dict[str, object]:
         """Facts for the start-up log and ``/server_info``."""

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from sglang.srt.models.interfaces import LoadableModel
+from sglang.srt.models.interfaces import LoadableModel, WeightPlan
 
 _INDEX = "model.safetensors.index.json"
 _LISTED = 20
 
 
-def load_weights(model: LoadableModel, path: Path) -> int:
-    """Fill the model from ``path``; returns the bytes its weights take.
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """Which tensors a model was filled with, and the bytes they take in it."""
+
+    names: frozenset[str]
+    num_bytes: int
+
+
+def load_weights(model: LoadableModel, path: Path) -> LoadedWeights:
+    """Fill the model from ``path``.
 
     ``ValueError``: unreadable or absent files, or one message that lists every missing, unexpected and misshapen tensor
     (before anything is copied).
     """
-    files = _tensor_files(path)
-    shapes = {name: shape for file in files for name, shape in _shapes(file).items()}
-    plan = model.weight_plan(shapes.keys())
-    _check(path, plan.slots, shapes, plan.ignored)
+    files, plan = _plan(model, path)
     with torch.inference_mode(), tqdm(total=len(plan.slots), desc=f"Loading {path.name}", unit="tensor") as bar:
         for file in files:
             with _open(file) as tensors:
@@ -34,10 +40,15 @@ def load_weights(model: LoadableModel, path: Path) -> int:
                         plan.slots[name].copy_(tensors.get_tensor(name))
                         bar.update()
     model.finish_loading()
-    return _bytes(plan.slots)
+    return _loaded(plan.slots)
 
 
-def load_dummy_weights(model: LoadableModel, seed: int = 0) -> int:
+def tensors_to_load(model: LoadableModel, path: Path) -> frozenset[str]:
+    """Names of what ``load_weights`` would fill the model with; raises what it would raise before it copies."""
+    return frozenset(_plan(model, path)[1].slots)
+
+
+def load_dummy_weights(model: LoadableModel, seed: int = 0) -> LoadedWeights:
     """Small random weights, the same for the same seed; for trying shapes without a checkpoint."""
     slots = model.weight_plan(()).slots
     with torch.inference_mode():
@@ -50,11 +61,20 @@ def load_dummy_weights(model: LoadableModel, seed: int = 0) -> int:
                 generator = torch.Generator(device=slot.device).manual_seed(seed + len(name))
                 slot.normal_(0.0, slot.shape[-1] ** -0.5, generator=generator)
     model.finish_loading()
-    return _bytes(slots)
+    return _loaded(slots)
 
 
-def _bytes(slots: Mapping[str, torch.Tensor]) -> int:
-    return sum(slot.numel() * slot.element_size() for slot in slots.values())
+def _loaded(slots: Mapping[str, torch.Tensor]) -> LoadedWeights:
+    return LoadedWeights(frozenset(slots), sum(slot.numel() * slot.element_size() for slot in slots.values()))
+
+
+def _plan(model: LoadableModel, path: Path) -> tuple[list[Path], WeightPlan]:
+    """The files of a checkpoint, and where in the model each of their tensors goes."""
+    files = _tensor_files(path)
+    shapes = {name: shape for file in files for name, shape in _shapes(file).items()}
+    plan = model.weight_plan(shapes.keys())
+    _check(path, plan.slots, shapes, plan.ignored)
+    return files, plan
 
 
 def _tensor_files(path: Path) -> list[Path]:
@@ -68,6 +88,9 @@ def _tensor_files(path: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, UnicodeDecodeError) as err:
         raise ValueError(f"{index} is not a safetensors index ({err!r}): download the checkpoint again") from err
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ValueError(f"{index} names {outside[0]!r:.200}, which is no file of its own folder: a checkpoint is one")
     absent = [name for name in names if not (path / name).exists()]
     if absent:
         raise ValueError(f"{path} lacks {', '.join(absent)}, which {_INDEX} names: download the checkpoint again")

@@ -395,7 +395,8 @@ class Gemma4ForCausalLM:
         if self.per_layer is not None:
             slots |= self.per_layer.weight_slots(prefix)
         if "lm_head.weight" in available or not self.text.tie_word_embeddings:
-            self.lm_head = torch.empty_like(self.embed_tokens.weight)
+            if self.lm_head is self.embed_tokens.weight:
+                self.lm_head = torch.empty_like(self.embed_tokens.weight)
             slots["lm_head.weight"] = self.lm_head
         return WeightPlan(slots, frozenset(name for name in available if self._is_ignored(name)))
 

@@ -32,7 +32,7 @@ class LoadableModel(Protocol):
         ...
 
     def finish_loading(self) -> None:
-        """Derive what is computed from weights; called once, after the last tensor."""
+        """Derive what is computed from weights; called after the last tensor, whenever weights are loaded."""
         ...
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -127,6 +128,20 @@ class FrozenKVMTPWorker(TpModelWorker):
         self.round.verify.run(step)
         self.round.accept.run(step)
         return self.loop.read(batch, step)()
+
+    def update_weights(self, target: Path, draft: Path | None) -> None:
+        # both are checked before either is touched
+        self.target.runner.check_update(target)
+        if draft is not None:
+            self.runner.check_update(draft)
+        former = self.target.runner.model_path
+        self.target.runner.update_weights(target)
+        if draft is not None:
+            try:
+                self.runner.update_weights(draft)
+            except ValueError:
+                self.target.runner.update_weights(former)
+                raise
 
     def describe(self) -> dict[str, object]:
         facts = self.target.describe() | {"decode_batch_sizes": self.loop.sizes.sizes}
