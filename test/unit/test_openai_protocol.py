@@ -10,15 +10,15 @@ import pytest
 
 from sglang.srt.entrypoints.errors import ApiError, to_api_error
 from sglang.srt.entrypoints.openai_protocol import (
-    end_fields,
     in_openai_terms,
     parse_chat_request,
     parse_completion_request,
-    usage,
 )
+from sglang.srt.entrypoints.openai_replies import end_fields, hidden_fields, usage
 from sglang.srt.managers.generate_output import GenerateOutput, RequestFailedError
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.tokenizer_manager import SchedulerDiedError
+from sglang.srt.sampling.logprobs import LogprobOptions, OutputOptions
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -90,6 +90,30 @@ def test_what_is_left_out() -> None:
 )
 def test_prompts_of_completions(prompt: Any, expected: tuple[Any, ...]) -> None:
     assert _completion(prompt=prompt).prompts == expected
+
+
+def test_what_choices_hold_beside_text() -> None:
+    assert _chat().options.outputs == OutputOptions() == _completion(echo=True).options.outputs
+    assert _chat(logprobs=True).options.outputs == OutputOptions(LogprobOptions())
+    assert _chat(logprobs=True, top_logprobs=5).options.outputs.logprobs == LogprobOptions(top_num=5)
+    assert _completion(logprobs=0).options.outputs.logprobs == LogprobOptions()
+    request = _completion(prompt=["a", "b"], logprobs=3, echo=True)
+    assert request.echo and request.options.outputs.logprobs == LogprobOptions(start_len=0, top_num=3)
+    options = _chat(return_hidden_states=True, custom_logit_processor="x", custom_params={"a": 1}).options
+    assert options.outputs == OutputOptions(hidden_states=True, custom_logit_processor="x")
+    assert options.sampling_params.custom_params == {"a": 1}
+    assert options.generate_request(("a", "b"), "prompt", options.sampling_params).output_options == (
+        options.outputs,
+        options.outputs,
+    )
+
+
+@pytest.mark.parametrize("include, continuous", [(True, False), (False, True), (True, True)])
+def test_usage_in_streams(include: bool, continuous: bool) -> None:
+    options = _chat(
+        stream=True, stream_options={"include_usage": include, "continuous_usage_stats": continuous}
+    ).options
+    assert (options.include_usage, options.continuous_usage) == (include, continuous)
 
 
 def test_content_parts() -> None:
@@ -286,8 +310,14 @@ BAD_CHAT = [
         "must be true or false",
     ),
     ({"max_thinking_tokens": -1}, "max_thinking_tokens", "must be an integer"),
-    ({"logprobs": True}, "logprobs", "not supported yet"),
-    ({"top_logprobs": 3}, "top_logprobs", "not supported yet"),
+    ({"logprobs": 3}, "logprobs", "must be true or false"),
+    ({"top_logprobs": 3}, "top_logprobs", "is 3, which needs logprobs true"),
+    ({"logprobs": True, "top_logprobs": 101}, "top_logprobs", "must be an integer from 0 to 100"),
+    ({"logprobs": True, "top_logprobs": True}, "top_logprobs", "must be an integer"),
+    ({"return_hidden_states": 1}, "return_hidden_states", "must be true or false"),
+    ({"custom_logit_processor": {}}, "custom_logit_processor", "must be a string that is not empty"),
+    ({"custom_params": [1]}, "custom_params", "must be an object"),
+    ({"priority": 3}, "priority", "not supported yet"),
     ({"reasoning_effort": "much"}, "reasoning_effort", "must be one of none, minimal"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "not a known field"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "must be true or false"),
@@ -319,10 +349,15 @@ def test_media_are_refused_by_name(kind: str) -> None:
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [[1], 2]}, "prompt"),
         ({"prompt": ["a", "b"], "rid": "x"}, "rid"),
-        ({"echo": True}, "echo"),
+        ({"echo": 1}, "echo"),
         ({"suffix": "x"}, "suffix"),
-        ({"logprobs": 0}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": 101}, "logprobs"),
         ({"best_of": 2}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": True}, "best_of"),
+        ({"top_logprobs": 1}, "top_logprobs"),
     ],
 )
 def test_bad_completion_requests(body: dict[str, Any], param: str) -> None:
@@ -334,7 +369,9 @@ def test_bad_completion_requests(body: dict[str, Any], param: str) -> None:
 
 def test_values_that_ask_for_nothing_are_taken() -> None:
     _chat(tools=[], tool_choice="auto", logprobs=False, top_logprobs=0, response_format={"type": "text"}, audio=None)
+    _chat(priority=0, verbosity="medium", modalities=["text"], custom_logit_processor=None)
     _completion(echo=False, suffix="", logprobs=None, best_of=1)
+    _completion(n=3, best_of=3)
 
 
 def _output(index: int, **values: Any) -> GenerateOutput:
@@ -355,8 +392,9 @@ def _output(index: int, **values: Any) -> GenerateOutput:
 
 
 def test_usage_counts_a_prompt_once() -> None:
-    totals = usage([_output(index) for index in range(6)], num_samples=3, reasoning_tokens=3)
-    assert totals == {
+    outputs = [_output(index) for index in range(6)]
+    assert usage(outputs, num_samples=3)["prompt_tokens_details"] is None
+    assert usage(outputs, num_samples=3, reasoning_tokens=3, cached=True) == {
         "prompt_tokens": 10,
         "completion_tokens": 12,
         "total_tokens": 22,
@@ -364,6 +402,15 @@ def test_usage_counts_a_prompt_once() -> None:
         "prompt_tokens_details": {"cached_tokens": 2},
         "completion_tokens_details": {"reasoning_tokens": 3},
     }
+
+
+def test_hidden_state_of_a_choice() -> None:
+    end, states = FinishReason("length", length=2), (((0.0, 1.0), (2.0, 3.0)), ((4.0, 5.0),))
+    assert hidden_fields(_output(0, finish_reason=end)) == {}
+    assert hidden_fields(_output(0, hidden_states=states)) == {}
+    assert hidden_fields(_output(0, hidden_states=states, finish_reason=end)) == {"hidden_states": [4.0, 5.0]}
+    assert hidden_fields(_output(0, hidden_states=states[:1], finish_reason=end)) == {"hidden_states": [2.0, 3.0]}
+    assert hidden_fields(_output(0, hidden_states=(), finish_reason=end)) == {"hidden_states": []}
 
 
 def test_end_of_a_choice() -> None:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from sglang.srt.entrypoints.errors import ApiError
-from sglang.srt.entrypoints.openai_protocol import parse_completion_request, usage
+from sglang.srt.entrypoints.openai_protocol import parse_completion_request
+from sglang.srt.entrypoints.openai_replies import usage
 from sglang.srt.managers.generate_output import GenerateOutput
 from sglang.srt.managers.io_struct import SpecStats
 from sglang.srt.sampling.sampling_params import SamplingParams

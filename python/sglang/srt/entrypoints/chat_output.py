@@ -6,7 +6,8 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.entrypoints.openai_protocol import end_fields
+from sglang.srt.entrypoints.openai_logprobs import chat_logprobs
+from sglang.srt.entrypoints.openai_replies import end_fields, hidden_fields
 from sglang.srt.entrypoints.parsers.base import (
     ContentText,
     Event,
@@ -19,8 +20,10 @@ from sglang.srt.entrypoints.parsers.base import (
     join_events,
     merge_events,
 )
+from sglang.srt.managers.detokenizer_manager import TokenPieces
 from sglang.srt.managers.generate_output import GenerateOutput
 from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.sampling.logprobs import TokenLogprobs
 from sglang.srt.sampling.thought_budget import ThoughtState, ThoughtTokens
 
 
@@ -47,8 +50,12 @@ class ChatShape:
 
     id_prefix, whole, piece = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, answer_format: AnswerFormat) -> None:
+    def __init__(self, answer_format: AnswerFormat, pieces: TokenPieces | None = None) -> None:
+        """``pieces``: texts of tokens, needed where log-probabilities are shown."""
         self._format = answer_format
+        self._pieces = pieces
+        # log-probabilities of tokens whose text is still held back
+        self._waiting: dict[int, list[TokenLogprobs]] = {}
         self._answers: dict[int, AnswerReader] = {}
 
     @property
@@ -66,17 +73,37 @@ class ChatShape:
             "tool_calls": [{key: value for key, value in call.items() if key != "index"} for call in calls] or None,
             "refusal": None,
         }
-        return {"index": out.index, "message": message, "logprobs": None, **answer.end_fields(out.finish_reason)}
+        end = {**answer.end_fields(out.finish_reason), **hidden_fields(out)}
+        return {"index": out.index, "message": message, "logprobs": self._logprobs(out), **end}
 
     def pieces(self, out: GenerateOutput, is_first: bool) -> list[dict[str, Any]]:
         answer = self._answer(out.index)
         deltas = [_delta(event) for event in answer.read(out) if not isinstance(event, ToolCallEnd)]
         if is_first:
             deltas.insert(0, {"role": "assistant", "content": "", "reasoning_content": None})
-        choices = [_choice(out.index, delta, end_fields(None)) for delta in deltas]
+        ends = [end_fields(None)] * len(deltas)
         if out.finish_reason is not None:
-            choices.append(_choice(out.index, {}, answer.end_fields(out.finish_reason)))
+            deltas.append({})
+            ends.append({**answer.end_fields(out.finish_reason), **hidden_fields(out)})
+        choices = [_choice(out.index, delta, end) for delta, end in zip(deltas, ends, strict=True)]
+        if len(choices) > is_first:
+            # all tokens up to here come with the first piece that shows some of their text
+            choices[is_first]["logprobs"] = self._logprobs(out)
+        else:
+            self._wait(out)
         return choices
+
+    def _wait(self, out: GenerateOutput) -> None:
+        if out.logprobs is not None:
+            self._waiting.setdefault(out.index, []).extend(out.logprobs.output)
+
+    def _logprobs(self, out: GenerateOutput) -> dict[str, Any] | None:
+        """Of all tokens up to here that were not shown yet; None where nobody asked."""
+        if out.logprobs is None:
+            return None
+        assert self._pieces is not None, "log-probabilities need the texts of tokens"
+        self._wait(out)
+        return chat_logprobs(self._waiting.pop(out.index), self._pieces)
 
     def _answer(self, index: int) -> AnswerReader:
         if index not in self._answers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,22 +142,27 @@ class _Completion:
     async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
         """Chunks of the reply, each with a piece of one choice; the last one has the usage if it was asked for."""
         head = {**self._head, "object": self._shape.piece}
-        with_usage = self._options.continuous_usage
         if self._options.include_usage:
             head["usage"] = None
         latest: dict[int, GenerateOutput] = {}
         try:
             async with contextlib.aclosing(self._serving.manager.generate_request(self._request)) as outputs:
                 async for out in outputs:
-                    for part, place in ((out, None),) if out.runs is None else out.by_token():
-                        pieces = self._shape.pieces(part, part.index not in latest)
-                        latest[part.index] = part
-                        for piece in pieces:
-                            yield {**head, "choices": [piece if place is None else piece | {"accept_position": place}]}
+                    for choice in self._pieces(out, latest):
+                        so_far = {"usage": self._usage(list(latest.values()))} if self._options.continuous_usage else {}
+                        yield {**head, "choices": [choice], **so_far}
         except ValueError as error:
             raise in_openai_terms(error, self._body) from error
         if self._options.include_usage:
             yield {**head, "choices": [], "usage": self._usage(list(latest.values()))}
+
+    def _pieces(self, out: GenerateOutput, latest: dict[int, GenerateOutput]) -> Iterator[dict[str, Any]]:
+        """What is new, token by token where runs were asked for. Keeps the ``latest`` output of each choice."""
+        for part, place in ((out, None),) if out.runs is None else out.by_token():
+            pieces = self._shape.pieces(part, part.index not in latest)
+            latest[part.index] = part
+            for piece in pieces:
+                yield piece if place is None else piece | {"accept_position": place}
 
 
 def _runs(out: GenerateOutput) -> dict[str, Any]:
