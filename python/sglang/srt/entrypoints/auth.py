@@ -8,10 +8,12 @@ from collections.abc import Collection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang.srt.entrypoints.errors import ApiError
+from sglang.srt.entrypoints.playground import PLAYGROUND_PATHS
 from sglang.srt.entrypoints.responses import error_response
 
-# what watches a server has no key
-_OPEN_PATHS = frozenset({"/health", "/health_generate", "/ping", "/ready", "/metrics"})
+# what watches a server has no key, nor has the page in which a key is entered
+_OPEN_PATHS = frozenset({"/health", "/health_generate", "/ping", "/ready", "/metrics"}) | PLAYGROUND_PATHS
+_PREFIX = b"Bearer "
 
 
 class ApiKeyMiddleware:
@@ -37,7 +39,10 @@ class ApiKeyMiddleware:
             return
         is_admin = scope["path"] in self._admin_paths
         expected = self._of_admin if is_admin else self._of_user
-        given = dict(scope["headers"]).get(b"authorization", b"")
+        headers = dict(scope["headers"])
+        given = headers.get(b"authorization", b"")
+        if not given and b"x-api-key" in headers:  # as Anthropic's clients send it
+            given = _PREFIX + headers[b"x-api-key"]
         # every key is compared, so that the time taken says nothing
         matches = [hmac.compare_digest(given, key) for key in expected]
         if not expected or any(matches):
@@ -45,8 +50,8 @@ class ApiKeyMiddleware:
             return
         name = "admin API key" if is_admin and self._has_admin_key else "API key"
         message = f"the {name} is wrong" if given else f"the {name} is missing: send it as a bearer token"
-        await error_response(ApiError(401, message, code="invalid_api_key"))(scope, receive, send)
+        await error_response(ApiError(401, message, code="invalid_api_key"), scope["path"])(scope, receive, send)
 
 
 def _header(key: str) -> bytes:
-    return f"Bearer {key}".encode()
+    return _PREFIX + key.encode()

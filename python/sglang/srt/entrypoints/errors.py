@@ -1,4 +1,4 @@
-"""Errors as HTTP clients see them: one sentence in the shape of OpenAI's API."""
+"""Errors as HTTP clients see them: one sentence in the shape of OpenAI's API, or of Anthropic's under its routes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ _TYPES = {
     405: "method_not_allowed",
     413: "request_too_large",
     503: "service_unavailable",
+}
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    529: "overloaded_error",
 }
 # messages about a field begin with its name
 _FIELD = re.compile(r"[a-z][a-z0-9_]*(?:\.[a-z0-9_]+|\[\d+\])*(?= )")
@@ -32,6 +39,15 @@ class ApiError(Exception):
     def to_dict(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def reply(self, path: str) -> tuple[int, dict[str, Any]]:
+        """Status and body of the reply to a request for ``path``."""
+        if path != _ANTHROPIC_PATH and not path.startswith(f"{_ANTHROPIC_PATH}/"):
+            return self.status, self.to_dict()
+        # Anthropic's own number for a server that is busy
+        status = 529 if self.status == 503 else self.status
+        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return status, {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
 def bad_field(param: str, problem: str) -> ApiError:

@@ -14,6 +14,7 @@ from sglang.srt.entrypoints.auth import ApiKeyMiddleware
 from sglang.srt.entrypoints.errors import ApiError
 from sglang.srt.entrypoints.native_protocol import generate_events, generate_reply, parse_generate_request
 from sglang.srt.entrypoints.openai_serving import OpenAIServing
+from sglang.srt.entrypoints.playground import playground_router
 from sglang.srt.entrypoints.prometheus import ServerMetrics
 from sglang.srt.entrypoints.responses import (
     EventStream,
@@ -56,6 +57,7 @@ def build_app(server_args: ServerArgs, manager: TokenizerManager, metrics: Serve
     _add_metrics(app, ctx)
     administration = _administration(ctx)
     app.include_router(administration)
+    app.include_router(playground_router())
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_exception)
     for kind in (ApiError, ValueError, RuntimeError):
@@ -241,10 +243,11 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         404: f"there is nothing at {request.url.path}",
         405: f"{request.url.path} does not take {request.method}",
     }
-    response = error_response(ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
+    api_error = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)))
+    response = error_response(api_error, request.url.path)
     response.headers.update(error.headers or {})
     return response
 
 
 async def _on_exception(request: Request, error: Exception) -> Response:
-    return error_response(error)
+    return error_response(error, request.url.path)

@@ -35,15 +35,21 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(dump_json(value), status, media_type="application/json")
 
 
-def error_response(error: Exception) -> Response:
-    """The reply to a request that failed; what nobody foresaw is logged with its trace."""
+def error_response(error: Exception, path: str) -> Response:
+    """The reply to a request for ``path`` that failed; what nobody foresaw is logged with its trace."""
+    status, body = logged_api_error(error).reply(path)
+    response = json_response(body, status)
+    if status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
+
+
+def logged_api_error(error: Exception) -> ApiError:
+    """What the client is told of an error; what nobody foresaw is logged with its trace."""
     api_error = to_api_error(error)
     if api_error.status == 500 and not isinstance(error, SchedulerDiedError):
         logger.error("a request failed", exc_info=error)
-    response = json_response(api_error.to_dict(), api_error.status)
-    if api_error.status == 401:
-        response.headers["WWW-Authenticate"] = "Bearer"
-    return response
+    return api_error
 
 
 async def read_object(request: Request, *, may_be_empty: bool = False) -> dict[str, Any]:
@@ -97,12 +103,16 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events, one per object, ended by ``[DONE]``. An error before the first one is an ordinary reply."""
+    """Server-sent events, one per object, ended by ``[DONE]``. An error before the first one is an ordinary reply.
 
-    def __init__(self, events: AsyncGenerator[Any, None]) -> None:
+    ``named``: events carry the name that is their ``type``, and the last one needs no ``[DONE]`` behind it.
+    """
+
+    def __init__(self, events: AsyncGenerator[Any, None], *, named: bool = False) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._events = events
+        self._named = named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -118,16 +128,18 @@ class EventStream(Response):
                     if not started:
                         started = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    await _send_event(send, dump_json(event))
+                    await _send_event(send, dump_json(event), event["type"] if self._named else None)
             except Exception as error:  # noqa: BLE001 the status line may be out: the stream has to carry any error
-                response = error_response(error)
+                response = error_response(error, scope["path"])
                 if not started:
                     await response(scope, receive, send)
                     return
                 await _send_event(send, bytes(response.body))
-            await _send_event(send, b"[DONE]")
+            if not self._named:
+                await _send_event(send, b"[DONE]")
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _send_event(send: Send, payload: bytes) -> None:
-    await send({"type": "http.response.body", "body": b"data: " + payload + b"\n\n", "more_body": True})
+async def _send_event(send: Send, payload: bytes, name: str | None = None) -> None:
+    head = b"data: " if name is None else f"event: {name}\ndata: ".encode()
+    await send({"type": "http.response.body", "body": head + payload + b"\n\n", "more_body": True})
