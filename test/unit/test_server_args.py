@@ -94,6 +94,7 @@ RESOLUTION: dict[str, tuple[list[str], Any]] = {
     "admin_api_key": (["--admin-api-key", "mellon"], "mellon"),
     "served_model_name": (["--served-model-name", "mine"], "mine"),
     "chat_template": (["--chat-template", str(Path(__file__).resolve())], str(Path(__file__).resolve())),
+    "allow_auto_truncate": (["--allow-auto-truncate"], True),
     "enable_cache_report": (["--enable-cache-report"], True),
     "enable_custom_logit_processor": (["--enable-custom-logit-processor"], True),
     "enable_return_hidden_states": (["--enable-return-hidden-states"], True),

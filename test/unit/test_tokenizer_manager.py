@@ -27,7 +27,7 @@ Work = Callable[[TokenizerManager, EchoScheduler], Awaitable[None]]
 
 @asynccontextmanager
 async def _manager(
-    kind: str, *, log_requests: bool = False, **echo: Any
+    kind: str, *, log_requests: bool = False, allow_auto_truncate: bool = False, **echo: Any
 ) -> AsyncIterator[tuple[TokenizerManager, EchoScheduler]]:
     ports = PortArgs.init_new()
     if kind == "memory":
@@ -39,7 +39,9 @@ async def _manager(
     thread.start()
     ready = await channel.recv()
     assert isinstance(ready, SchedulerReady)
-    manager = TokenizerManager(channel, TOKENIZER, ready, log_requests=log_requests)
+    manager = TokenizerManager(
+        channel, TOKENIZER, ready, log_requests=log_requests, allow_auto_truncate=allow_auto_truncate
+    )
     manager.start()
     try:
         yield manager, scheduler
@@ -238,6 +240,21 @@ def test_limits_at_their_edges(run: Callable[..., None]) -> None:
         assert (await _reply(manager, text="a", sampling_params=params))["output_ids"]
 
     run(work)
+
+
+def test_what_is_too_long_is_cut_where_the_server_allows_it(run: Callable[..., None]) -> None:
+    ids = list(range(50, 150))
+
+    async def work(manager: TokenizerManager, scheduler: EchoScheduler) -> None:
+        room = INFO["context_len"] - 60
+        for length in (10**9, room + 1, 2):
+            reply = await _reply(manager, input_ids=ids, sampling_params={"max_new_tokens": length})
+            assert reply["meta_info"]["prompt_tokens"] == 60
+            assert reply["output_ids"] == ids[: min(length, room)]
+        with pytest.raises(ValueError, match="input_ids has the token id 4096"):
+            await _reply(manager, input_ids=[4096, *ids])
+
+    run(work, allow_auto_truncate=True)
 
 
 def test_a_bos_of_the_text_is_not_doubled(run: Callable[..., None]) -> None:

@@ -306,6 +306,13 @@ class ServerArgs:
         _API,
         default_note="the tokenizer's",
     )
+    allow_auto_truncate: bool = arg(
+        False,
+        "Cut prompts that do not fit to their beginning, and lengths to what the context leaves, instead of refusing "
+        "the request.",
+        "flag",
+        _API,
+    )
     enable_cache_report: bool = arg(False, "Report cached prompt tokens in the usage of OpenAI replies.", "flag", _API)
     sampling_defaults: str = arg(
         "model",

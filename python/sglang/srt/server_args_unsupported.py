@@ -182,7 +182,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "enable-priority-scheduling abort-on-priority-when-disabled schedule-low-priority-values-first "
         "priority-scheduling-preemption-threshold default-priority-value",
     ),
-    ("prompts over the context are refused, never cut", "allow-auto-truncate"),
     (
         "this speculative algorithm is not available",
         "speculative-token-map enable-multi-layer-eagle speculative-ngram-min-match-window-size "

@@ -177,7 +177,13 @@ class Engine:
         assert isinstance(ready, SchedulerReady), ready
         if ready.error is not None:
             raise SchedulerDiedError(ready.error)
-        manager = TokenizerManager(self._channel, tokenizer, ready, log_requests=self.server_args.log_requests)
+        manager = TokenizerManager(
+            self._channel,
+            tokenizer,
+            ready,
+            allow_auto_truncate=self.server_args.allow_auto_truncate,
+            log_requests=self.server_args.log_requests,
+        )
         manager.start()
         return manager
 

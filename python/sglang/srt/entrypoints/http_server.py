@@ -106,7 +106,12 @@ async def _start_manager(
         asyncio.to_thread(load_server_tokenizer, server_args), scheduler.wait_ready()
     )
     manager = TokenizerManager(
-        scheduler.channel, tokenizer, ready, log_requests=server_args.log_requests, observer=observer
+        scheduler.channel,
+        tokenizer,
+        ready,
+        allow_auto_truncate=server_args.allow_auto_truncate,
+        log_requests=server_args.log_requests,
+        observer=observer,
     )
     manager.start()
     return manager

@@ -13,21 +13,30 @@ _INT64_SPAN, _INT64_MAX = 1 << 64, (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Facts of the running scheduler, in tokens."""
+    """Facts of the running scheduler, in tokens. ``auto_truncate``: what is too long is cut instead of refused."""
 
     context_len: int
     max_req_input_len: int
     max_total_num_tokens: int
     vocab_size: int
+    auto_truncate: bool = False
 
     @classmethod
-    def from_info(cls, info: dict[str, Any]) -> RequestLimits:
+    def from_info(cls, info: dict[str, Any], *, auto_truncate: bool = False) -> RequestLimits:
         return cls(
             context_len=info["context_len"],
             max_req_input_len=info["max_req_input_len"],
             max_total_num_tokens=info["max_total_num_tokens"],
             vocab_size=info["vocab_size"],
+            auto_truncate=auto_truncate,
         )
+
+    def fit_prompt(self, param: str, input_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The prompt, checked; of one that is too long its beginning, if it may be cut."""
+        if self.auto_truncate:
+            input_ids = input_ids[: min(self.context_len - 1, self.max_req_input_len)]
+        self.check_prompt(param, input_ids)
+        return input_ids
 
     def check_prompt(self, param: str, input_ids: Sequence[int]) -> None:
         """``ValueError`` when the prompt is empty, too long, or has ids outside the vocabulary."""
@@ -55,11 +64,11 @@ class RequestLimits:
     def fit_params(self, params: SamplingParams, prompt_len: int, index: int, *, clamp_length: bool) -> SamplingParams:
         """Controls of sample ``index`` of a prompt: checked against the limits, with its own seed and a length.
 
-        ``ValueError`` when the length does not fit, unless ``clamp_length`` allows to lower it.
+        ``ValueError`` when the length does not fit, unless ``clamp_length`` or the server allows to lower it.
         """
         room = self.context_len - prompt_len
         wanted = room if params.max_new_tokens is None else params.max_new_tokens
-        if wanted > room and not clamp_length:
+        if wanted > room and not (clamp_length or self.auto_truncate):
             raise ValueError(
                 f"max_new_tokens is {params.max_new_tokens!r:.40}, but the prompt has {prompt_len} tokens and the "
                 f"context length is {self.context_len} tokens: ask for at most {room}"

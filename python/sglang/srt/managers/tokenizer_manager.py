@@ -137,11 +137,12 @@ class TokenizerManager:
         tokenizer: PreTrainedTokenizerFast,
         ready: SchedulerReady,
         *,
+        allow_auto_truncate: bool = False,
         log_requests: bool = False,
         observer: RequestObserver | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.limits = RequestLimits.from_info(ready.info)
+        self.limits = RequestLimits.from_info(ready.info, auto_truncate=allow_auto_truncate)
         self.scheduler_info = ready.info
         self._channel = channel
         self._log_requests = log_requests
@@ -271,8 +272,10 @@ class TokenizerManager:
         outbox = _Outbox()
         states: list[_ReqState] = []
         for position, (prompt, params) in enumerate(zip(req.prompts, req.sampling_params, strict=True)):
-            input_ids = prompt if isinstance(prompt, tuple) else await self.tokenize(prompt, req.param)
-            self.limits.check_prompt(req.param, input_ids)
+            given_ids = prompt if isinstance(prompt, tuple) else await self.tokenize(prompt, req.param)
+            input_ids = self.limits.fit_prompt(req.param, given_ids)
+            if len(input_ids) < len(given_ids):
+                logger.warning("A prompt of %d tokens was cut to its first %d", len(given_ids), len(input_ids))
             rid = req.rids[position] if req.rids is not None else uuid.uuid4().hex
             check_unicode("rid", rid)
             options = OutputOptions() if req.output_options is None else req.output_options[position]
