@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _INT32_MAX = (1 << 31) - 1
+_ORIGIN = re.compile(r"https?://[^/?#\s*]+")
 _MODEL, _HTTP, _MEMORY = "Model and tokenizer", "HTTP server", "Memory and scheduling"
 _RUNTIME, _LOG, _API, _SPEC = "Runtime", "Logging", "API", "Speculative decoding"
 
@@ -124,6 +126,30 @@ class ServerArgs:
     port: int = arg(30000, "Port to listen on.", "integer", _HTTP, low=1, high=65535)
     skip_server_warmup: bool = arg(
         False, "Do not send a request to the engine before the server is ready.", "flag", _HTTP
+    )
+    shutdown_timeout: float = arg(
+        5.0,
+        "Seconds that running requests have to finish after SIGTERM or SIGINT; then they are aborted, and streams end "
+        "with an event that says so. A second signal aborts them at once.",
+        "number",
+        _HTTP,
+        low=0.0,
+        high=86400.0,
+    )
+    allowed_origins: str | None = arg(
+        None,
+        "Origins whose web pages may call the server (CORS), separated by commas, like https://chat.example.org; * is "
+        "any.",
+        "text",
+        _HTTP,
+        default_note="none",
+    )
+    update_weights_dir: str | None = arg(
+        None,
+        "Directory under which /update_weights_from_disk finds checkpoints.",
+        "text",
+        _HTTP,
+        default_note="the model's own directory, and the assistant's for the assistant",
     )
     mem_fraction_static: float | None = arg(
         None,
@@ -260,6 +286,25 @@ class ServerArgs:
         "flag",
         _RUNTIME,
     )
+    watchdog_timeout: float | None = arg(
+        None,
+        "Seconds that one stage of the scheduler's loop may take. Then it has hung: the stage and all stacks are logged, "
+        "and the server ends.",
+        "number",
+        _RUNTIME,
+        above=0.0,
+        high=86400.0,
+        default_note="300 on CUDA, 3600 on a CPU",
+    )
+    soft_watchdog_timeout: float | None = arg(
+        None,
+        "As --watchdog-timeout, but the server goes on.",
+        "number",
+        _RUNTIME,
+        above=0.0,
+        high=86400.0,
+        default_note="no such limit",
+    )
     random_seed: int | None = arg(
         None,
         "Seed of sampling for requests that bring none.",
@@ -273,6 +318,22 @@ class ServerArgs:
     log_level: str = arg("info", "Least severe records to log.", "text", _LOG, choices=LOG_LEVELS)
     enable_metrics: bool = arg(False, "Let the HTTP server answer /metrics, for Prometheus.", "flag", _LOG)
     log_requests: bool = arg(False, "Log every request when it arrives and when it ends.", "flag", _LOG)
+    log_requests_level: int = arg(
+        1,
+        "What lines of --log-requests hold. 0: ids, lengths, times and finish reasons. 1: sampling controls too. 2: the "
+        "first 2048 characters of prompts and answers too. 3: all of them.",
+        "integer",
+        _LOG,
+        low=0,
+        high=3,
+    )
+    log_requests_format: str = arg(
+        "text",
+        "Form of lines of --log-requests: like other lines, or one JSON object each.",
+        "text",
+        _LOG,
+        choices=("text", "json"),
+    )
     decode_log_interval: int = arg(
         40, "Decode steps between two lines of statistics.", "integer", _LOG, low=1, high=_INT32_MAX
     )
@@ -453,6 +514,7 @@ class ServerArgs:
             object.__setattr__(self, name, value)
         _parse_overrides(self.json_model_override_args)
         self.grammar_config()
+        _parse_origins(self.allowed_origins)
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
             if getattr(self, name) != 1.0:
                 raise ValueError(
@@ -488,6 +550,11 @@ class ServerArgs:
     def model_overrides(self) -> dict[str, Any]:
         """``json_model_override_args`` as an object."""
         return _parse_overrides(self.json_model_override_args)
+
+    @property
+    def cors_origins(self) -> tuple[str, ...]:
+        """``allowed_origins`` one by one."""
+        return _parse_origins(self.allowed_origins)
 
     def load_config(self) -> LoadConfig:
         """How to load the target. Needs resolved arguments, like every slice."""
@@ -605,6 +672,17 @@ def _parse_overrides(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{flag} must be a JSON object, got {text!r:.200}")
     return value
+
+
+def _parse_origins(text: str | None) -> tuple[str, ...]:
+    origins = tuple(part.strip() for part in (text or "").split(",") if part.strip())
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ValueError(
+                f"{ARG_SPECS['allowed_origins'].flag} has {origin!r:.200}, which is no origin: give scheme and host, like "
+                "https://chat.example.org, without a path, or *"
+            )
+    return origins
 
 
 def _resolve_speculative_algorithm_alias(

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING
 from typing import Any, NoReturn
 
+from sglang.srt.server_args_config import CONFIG_FLAG, CONFIG_HELP, read_config_file
 from sglang.srt.server_args_fields import ArgSpec
 from sglang.srt.server_args_unsupported import UNSUPPORTED_FLAGS
 
-_UNSUPPORTED = "unsupported"
+_UNSUPPORTED, _CONFIG = "unsupported", "config"
 
 
 def parse_command_line(
@@ -26,14 +27,17 @@ def parse_command_line(
     for text in extra:
         flag = text.partition("=")[0]
         if flag.startswith("-"):
-            hint = closest(flag, [name for spec in specs.values() for name in spec.names])
+            hint = closest(flag, [CONFIG_FLAG, *(name for spec in specs.values() for name in spec.names)])
             raise ValueError(f"unknown flag {flag!r:.100}{hint}")
     if extra:
         raise ValueError(f"unexpected argument {extra[0]!r:.100}: every argument follows a flag")
     given = vars(namespace)
     for flag, values in given.pop(_UNSUPPORTED, []):
         UNSUPPORTED_FLAGS[flag].check(" ".join(values))
-    return {name: value if value is True else specs[name].parse(value) for name, value in given.items()}
+    config = given.pop(_CONFIG, None)
+    from_file = {} if config is None else read_config_file(config, specs, closest)
+    on_line = {name: value if value is True else specs[name].parse(value) for name, value in given.items()}
+    return from_file | on_line
 
 
 def closest(name: str, known: Iterable[str]) -> str:
@@ -69,6 +73,7 @@ def _make_parser(specs: Mapping[str, ArgSpec], defaults: Mapping[str, Any]) -> a
             options["metavar"] = "{" + ",".join(spec.choices) + "}" if spec.choices else spec.kind.upper()
         options["help"] = options["help"].replace("%", "%%")
         groups[spec.group].add_argument(*spec.names, **options)
+    parser.add_argument(CONFIG_FLAG, dest=_CONFIG, metavar="FILE", help=CONFIG_HELP)
     for flag in UNSUPPORTED_FLAGS:
         parser.add_argument(flag, dest=_UNSUPPORTED, nargs="*", action=_NoteUnsupported, help=argparse.SUPPRESS)
     return parser

@@ -73,7 +73,8 @@ class ArgSpec:
             raise self.bad(value)
 
     def bad(self, value: Any) -> ValueError:
-        return ValueError(f"{self.flag} must be {self.describe()}, got {value!r:.200}")
+        got = "another value, which is not repeated here" if self.secret else f"{value!r:.200}"
+        return ValueError(f"{self.flag} must be {self.describe()}, got {got}")
 
     def describe(self) -> str:
         """What values are allowed, as a phrase."""

@@ -43,6 +43,7 @@ def resolve_server_args(args: ServerArgs) -> ServerArgs:
         served_model_name=args.served_model_name or args.model_path,
         tokenizer_path=_resolve_tokenizer_path(args, model_path),
         chat_template=_resolve_chat_template(args.chat_template),
+        update_weights_dir=_resolve_update_dir(args.update_weights_dir),
         device=device,
         dtype=_resolve_dtype(args.dtype, device, config),
         random_seed=secrets.randbelow(1 << 30) if args.random_seed is None else args.random_seed,
@@ -69,6 +70,15 @@ def _resolve_chat_template(chat_template: str | None) -> str | None:
     return str(file.resolve())
 
 
+def _resolve_update_dir(folder: str | None) -> str | None:
+    if folder is None:
+        return None
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise ValueError(f"--update-weights-dir {folder!r} is not a directory: give one that exists")
+    return str(path.resolve())
+
+
 def _resolve_dtype(dtype: str, device: str, config: ModelConfig) -> str:
     if dtype != "auto":
         return dtype
@@ -91,8 +101,14 @@ def _resolve_sizes(args: ServerArgs, device: str, config: ModelConfig) -> dict[s
         raise ValueError(f"--chunked-prefill-size {chunk} must be a multiple of --page-size {args.page_size}, or -1")
     if args.max_total_tokens is not None and args.max_total_tokens < args.page_size:
         raise ValueError(f"--max-total-tokens {args.max_total_tokens} is below --page-size {args.page_size}: raise it")
+    watchdog_s = (3600.0 if on_cpu else 300.0) if args.watchdog_timeout is None else args.watchdog_timeout
     fraction = (0.25 if on_cpu else 0.9) if args.mem_fraction_static is None else args.mem_fraction_static
-    return {"context_length": context_length, "chunked_prefill_size": chunk, "mem_fraction_static": fraction}
+    return {
+        "context_length": context_length,
+        "chunked_prefill_size": chunk,
+        "mem_fraction_static": fraction,
+        "watchdog_timeout": watchdog_s,
+    }
 
 
 def _resolve_graphs(args: ServerArgs) -> ServerArgs:

@@ -86,8 +86,8 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "otlp-traces-endpoint show-time-cost",
     ),
     (
-        "log records have one form and one target",
-        "log-level-http log-requests-level=0 log-requests-format=text log-requests-target "
+        "log records have one target",
+        "log-level-http log-requests-target "
         "uvicorn-access-log-exclude-prefixes crash-dump-folder",
     ),
     (
@@ -235,8 +235,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ),
     ("an idle server already sleeps and polls nothing", "sleep-on-idle= scheduler-recv-interval=1"),
     ("start-up warms up with one request, or none with --skip-server-warmup", "warmups"),
-    ("settings are given as flags", "config"),
-    ("a step that hangs is not watched for", "watchdog-timeout soft-watchdog-timeout"),
     ("kernels are chosen by the device", "enable-fused-qk-norm-rope enable-precise-embedding-interpolation"),
 )
 

@@ -6,7 +6,7 @@ Every ``TokenizedGenerateReqInput`` is answered by one or more ``TokenOut`` with
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sglang.srt.sampling.logprobs import HiddenRows, LogprobOptions, OutputOptions, TokenLogprobs
@@ -14,7 +14,17 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 # kinds of FinishReason, as they appear in meta_info["finish_reason"]["type"]
 FinishType = Literal["stop", "length", "abort"]
-ControlAction = Literal["flush_cache", "server_info", "check_integrity", "ping", "shutdown"]
+ControlAction = Literal[
+    "flush_cache",
+    "server_info",
+    "check_integrity",
+    "ping",
+    "shutdown",
+    "start_profile",
+    "stop_profile",
+    "reconfigure",
+    "update_weights",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +92,13 @@ class AbortReq:
 
 @dataclass(frozen=True, slots=True)
 class ControlReq:
-    """A question or command outside generation."""
+    """A question or command outside generation. ``data``: for ``start_profile`` the fields of ``ProfileOptions``, for
+    ``reconfigure`` those of ``ScheduleConfig`` that change, for ``update_weights`` ``model_path`` and
+    ``draft_model_path`` (None where the assistant stays)."""
 
     request_id: str
     action: ControlAction
+    data: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class OutputProcessor:
         self._kv_manager = kv_manager
         self._pieces = pieces
         self._metrics = metrics
-        self._stream_interval = stream_interval
+        self.stream_interval = stream_interval
         self._num_drafts = num_drafts
 
     def apply(self, batch: ScheduleBatch, result: GenerationBatchResult) -> list[TokenOut]:
@@ -132,7 +132,7 @@ class OutputProcessor:
     def _due_output(self, req: Req) -> TokenOut | None:
         """The reply that a step owes a request; a stream gets its first token at once."""
         unsent = req.output_len - req.sent_len
-        is_due = req.stream and unsent > 0 and (unsent >= self._stream_interval or req.sent_len == 0)
+        is_due = req.stream and unsent > 0 and (unsent >= self.stream_interval or req.sent_len == 0)
         return self._output(req) if is_due or req.finish is not None else None
 
     def _output(self, req: Req) -> TokenOut:

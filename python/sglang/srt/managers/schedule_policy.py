@@ -78,11 +78,15 @@ class PrefillPlanner:
     def __init__(
         self, kv_manager: KVCacheManager, config: ScheduleConfig, max_running_requests: int, max_tokens_per_step: int
     ) -> None:
-        self.ratio = NewTokenRatio(config.conservativeness)
         self._kv_manager = kv_manager
+        self._max_tokens_per_step = max_tokens_per_step
+        self.reconfigure(config, max_running_requests)
+
+    def reconfigure(self, config: ScheduleConfig, max_running_requests: int) -> None:
+        """Plan under these bounds from now on."""
+        self.ratio = NewTokenRatio(config.conservativeness)
         self._config = config
         self._max_running_requests = max_running_requests
-        self._max_tokens_per_step = max_tokens_per_step
 
     def plan(self, waiting: Sequence[Req], running: Sequence[Req], chunked: Req | None) -> ExtendPlan | None:
         """The next extend step, with KV opened and grown; None when there is nothing to extend or no room for it.

@@ -6,7 +6,8 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,18 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.metrics import Load, SchedulerMetrics
 from sglang.srt.managers.model_worker import ModelWorker
 from sglang.srt.managers.output_processor import OutputProcessor
+from sglang.srt.managers.profiler import ProfileOptions, StepProfiler
 from sglang.srt.managers.running_batch import RunningBatch, make_sampling_info, open_rows
 from sglang.srt.managers.schedule_batch import GenerationBatchResult, Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import PrefillPlanner, WaitingOrder, make_room_for_decode, retract
 from sglang.srt.managers.self_test import run_self_test, self_test_ids
+from sglang.srt.managers.watchdog import Stages, Watchdog, report_hang, report_hang_and_exit
 from sglang.srt.managers.worker_factory import create_worker
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.server_args_slices import ScheduleConfig
 from sglang.srt.utils.device import make_device, set_compute_threads
-from sglang.srt.utils.env import SGLANG_CPU_THREADS
+from sglang.srt.utils.env import SGLANG_CPU_THREADS, SGLANG_TORCH_PROFILER_DIR
 from sglang.srt.utils.hf_transformers.tokenizer import load_tokenizer
 from sglang.srt.utils.log import configure_logger
 
@@ -67,6 +70,7 @@ class Scheduler:
         pieces: TokenPieces | None,
         random_seed: int,
         grammars: GrammarManager | None = None,
+        profiler: StepProfiler | None = None,
     ) -> None:
         self.worker = worker
         self.config = config
@@ -77,6 +81,8 @@ class Scheduler:
         num_drafts = worker.capabilities.max_drafts
         self.metrics = SchedulerMetrics(num_drafts)
         self.grammars = GrammarManager() if grammars is None else grammars
+        self.stages = Stages()
+        self._profiler = profiler
         self.waiting: list[Req] = []
         self.chunked: Req | None = None
         self.running = RunningBatch(device)
@@ -112,13 +118,16 @@ class Scheduler:
         """
         while self._shutdown is None:
             idle = not self.has_work
+            self.stages.enter(None if idle else "receive")
             messages = self.channel.recv(None if idle else 0)
+            self.stages.enter("receive")
             if idle:
                 self.metrics.begin_interval()
             for message in messages:
                 self.handle(message)
             if self.has_work:
                 self.step()
+            self.stages.enter("reply")
             self._send_outputs()
         self.abort(AbortReq(None, abort_all=True))
         self._send_outputs()
@@ -132,8 +141,10 @@ class Scheduler:
         elif message.action == "shutdown":
             self._shutdown = message
         else:
+            self.stages.enter(None)  # somebody waits for this, however long it takes
             ok, text, data = self._control(message)
             self.channel.send(ControlReply(message.request_id, ok, text, data))
+            self.stages.enter("receive")
 
     def submit(self, message: TokenizedGenerateReqInput) -> None:
         """Queue a request, or answer at once that it cannot be served."""
@@ -169,6 +180,7 @@ class Scheduler:
         Where the worker can, the next decode step of the same requests is started before this one's result is read, so
         that the device does not wait for the host.
         """
+        self.stages.enter("schedule")
         if len(self.grammars):
             self._take_compiled()
             if not self._can_run:
@@ -177,6 +189,7 @@ class Scheduler:
         started, self._ahead = self._ahead, None
         batch = self._next_batch() if started is None else started[0]
         beside = self._decode_beside() if batch.mode is ForwardMode.EXTEND else None
+        self.stages.enter("forward")
         try:
             if beside is not None:
                 result, decoded = self.worker.forward_mixed(batch, beside)
@@ -195,9 +208,12 @@ class Scheduler:
             logger.exception("a step of %d requests failed", len(reqs))
             self._fail(reqs)
             return
+        self.stages.enter("apply")
         if beside is not None:
             self._apply(beside, decoded)
         self._apply(batch, result)
+        if self._profiler is not None:
+            self._profiler.after_step()
         is_decode = batch.mode is ForwardMode.DECODE
         (self.metrics.decode_step_s if is_decode else self.metrics.prefill_step_s).observe(time.monotonic() - began_s)
 
@@ -350,19 +366,59 @@ class Scheduler:
         self.running.keep_open()
 
     def _control(self, message: ControlReq) -> tuple[bool, str, dict[str, Any]]:
-        if message.action == "server_info":
-            return True, "", self.server_info()
-        if message.action == "flush_cache":
-            flushed = not self.has_work and self.kv_manager.flush()
-            return flushed, "" if flushed else "requests are running or waiting: flush the cache when they ended", {}
-        if message.action == "check_integrity":
-            try:
-                self.kv_manager.check_integrity()
-            except RuntimeError as error:
-                return False, str(error), {}
-            return True, "", asdict(self.kv_manager.stats())
-        assert message.action == "ping", message
-        return True, "", {}
+        """Whether it was done, why not, and what there is to know."""
+        commands: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+            "ping": lambda _: {},
+            "server_info": lambda _: self.server_info(),
+            "flush_cache": self._flush_cache,
+            "check_integrity": self._check_integrity,
+            "start_profile": partial(self._profile, start=True),
+            "stop_profile": partial(self._profile, start=False),
+            "reconfigure": self._reconfigure,
+            "update_weights": self._update_weights,
+        }
+        try:
+            return True, "", commands[message.action](message.data)
+        except ValueError as error:
+            return False, str(error), {}
+
+    def _flush_cache(self, data: dict[str, Any]) -> dict[str, Any]:
+        if self.has_work or not self.kv_manager.flush():
+            raise ValueError("requests are running or waiting: flush the cache when they ended")
+        return {}
+
+    def _check_integrity(self, data: dict[str, Any]) -> dict[str, Any]:
+        try:
+            self.kv_manager.check_integrity()
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+        return asdict(self.kv_manager.stats())
+
+    def _profile(self, data: dict[str, Any], *, start: bool) -> dict[str, Any]:
+        if self._profiler is None:
+            raise ValueError("this scheduler was made without a profiler")
+        if start:
+            return {"output_dir": self._profiler.start(ProfileOptions(**data))}
+        return {"output_file": self._profiler.stop()}
+
+    def _reconfigure(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Bounds may change while requests run: those that run already stay."""
+        self.config = replace(self.config, **data)
+        self._planner.reconfigure(self.config, _max_running(self.facts, self.config))
+        self._output.stream_interval = self.config.stream_interval
+        return {}
+
+    def _update_weights(self, data: dict[str, Any]) -> dict[str, Any]:
+        if self._ahead is not None:
+            self.step(run_ahead=False)  # its requests may all have been aborted
+        if self.has_work:
+            raise ValueError("requests are running or waiting: weights can change when they ended")
+        draft = data["draft_model_path"]
+        self.worker.update_weights(Path(data["model_path"]), None if draft is None else Path(draft))
+        # what is cached was computed with other weights
+        flushed = self.kv_manager.flush()
+        assert flushed, "nothing runs"
+        return {}
 
     def server_info(self) -> dict[str, Any]:
         """Facts and counts as plain data."""
@@ -387,15 +443,31 @@ def _max_running(facts: dict[str, Any], config: ScheduleConfig) -> int:
     return rows if config.max_running_requests is None else min(rows, config.max_running_requests)
 
 
-def run_scheduler(server_args: ServerArgs, channel: SchedulerChannel) -> None:
-    """Build the engine from resolved arguments, say that it is ready (or why not), and serve until shutdown."""
+def run_scheduler(server_args: ServerArgs, channel: SchedulerChannel, *, may_exit: bool = False) -> None:
+    """Build the engine from resolved arguments, say that it is ready (or why not), and serve until shutdown.
+
+    ``may_exit``: the process is this scheduler's own, and ends when it hangs.
+    """
     try:
         scheduler, info = _start(server_args, channel)
     except ValueError as error:
         channel.send(SchedulerReady({}, error=str(error)))
         return
     channel.send(SchedulerReady(info))
-    scheduler.event_loop()
+    watchdogs = _watchdogs(server_args, scheduler.stages, may_exit)
+    try:
+        scheduler.event_loop()
+    finally:
+        for watchdog in watchdogs:
+            watchdog.stop()
+
+
+def _watchdogs(server_args: ServerArgs, stages: Stages, may_exit: bool) -> list[Watchdog]:
+    bounds = (
+        (server_args.watchdog_timeout, report_hang_and_exit if may_exit else report_hang),
+        (server_args.soft_watchdog_timeout, report_hang),
+    )
+    return [Watchdog(stages, timeout_s, on_hang) for timeout_s, on_hang in bounds if timeout_s is not None]
 
 
 def run_scheduler_process(server_args: ServerArgs, port_args: PortArgs) -> None:
@@ -403,7 +475,7 @@ def run_scheduler_process(server_args: ServerArgs, port_args: PortArgs) -> None:
     configure_logger(server_args.log_level, prefix="scheduler")
     channel = ZmqSchedulerChannel(port_args)
     try:
-        run_scheduler(server_args, channel)
+        run_scheduler(server_args, channel, may_exit=True)
     finally:
         channel.close()
 
@@ -414,14 +486,16 @@ def _start(server_args: ServerArgs, channel: SchedulerChannel) -> tuple[Schedule
         logger.info("Computing with %d CPU threads", set_compute_threads(SGLANG_CPU_THREADS.get()))
     tokenizer = load_tokenizer(Path(server_args.tokenizer_path), trust_remote_code=server_args.trust_remote_code)
     worker = create_worker(server_args)
+    device = make_device(server_args.device)
     scheduler = Scheduler(
         worker,
         server_args.schedule_config(),
         channel,
-        device=make_device(server_args.device).torch_device,
+        device=device.torch_device,
         pieces=TokenPieces(tokenizer),
         random_seed=server_args.random_seed,
         grammars=make_grammar_manager(server_args.grammar_config(), tokenizer, worker.describe()),
+        profiler=StepProfiler(SGLANG_TORCH_PROFILER_DIR.get(), "TP-0", device),
     )
     info = {**scheduler.facts, "max_req_input_len": scheduler.limits.max_req_input_len}
     logger.info("Engine: %s", ", ".join(f"{name}: {value}" for name, value in info.items()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -75,10 +76,18 @@ SGLANG_GRAMMAR_TIMEOUT = EnvVar(
     help="seconds a request waits for its grammar to be compiled before it is refused",
 )
 
+SGLANG_TORCH_PROFILER_DIR: EnvVar[Path | None] = EnvVar(
+    name="SGLANG_TORCH_PROFILER_DIR",
+    default=None,
+    parse=Path,
+    help="folder that /start_profile writes traces to; without it there are no profiles",
+)
+
 ENVIRONMENT: tuple[EnvVar, ...] = (
     SGLANG_DEBUG_KV_DIGEST,
     SGLANG_SPEC_SEPARATE_GRAPHS,
     SGLANG_SIMULATE_ACC_LEN,
     SGLANG_CPU_THREADS,
     SGLANG_GRAMMAR_TIMEOUT,
+    SGLANG_TORCH_PROFILER_DIR,
 )

@@ -24,3 +24,12 @@ def configure_logger(log_level: str, prefix: str = "") -> None:
         stream=sys.stderr,
         force=True,
     )
+
+
+def bare_logger(name: str) -> logging.Logger:
+    """A logger whose lines on stderr are its messages and nothing else, for records that programs read."""
+    logger = logging.getLogger(name)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.handlers, logger.propagate = [handler], False
+    return logger
