@@ -288,8 +288,8 @@ class ServerArgs:
     )
     watchdog_timeout: float | None = arg(
         None,
-        "Seconds that one stage of the scheduler's loop may take. Then it has hung: the stage and all stacks are logged, "
-        "and the server ends.",
+        "Seconds that one stage of the scheduler's loop may take. Then it hangs: the stage and all stacks are logged, and "
+        "the server ends.",
         "number",
         _RUNTIME,
         above=0.0,
@@ -320,8 +320,8 @@ class ServerArgs:
     log_requests: bool = arg(False, "Log every request when it arrives and when it ends.", "flag", _LOG)
     log_requests_level: int = arg(
         1,
-        "What lines of --log-requests hold. 0: ids, lengths, times and finish reasons. 1: sampling controls too. 2: the "
-        "first 2048 characters of prompts and answers too. 3: all of them.",
+        "What lines of --log-requests hold. 0: ids, lengths, times and finish reasons. 1: sampling controls too. 2: "
+        "the first 2048 characters of prompts and answers too. 3: all of them.",
         "integer",
         _LOG,
         low=0,
@@ -679,8 +679,8 @@ def _parse_origins(text: str | None) -> tuple[str, ...]:
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ValueError(
-                f"{ARG_SPECS['allowed_origins'].flag} has {origin!r:.200}, which is no origin: give scheme and host, like "
-                "https://chat.example.org, without a path, or *"
+                f"{ARG_SPECS['allowed_origins'].flag} has {origin!r:.200}, which is no origin: give scheme and host, "
+                "like https://chat.example.org, without a path, or *"
             )
     return origins
 

@@ -20,7 +20,8 @@ with one sentence and exit status 2.
 
 `--config FILE` reads arguments from a YAML file, under the names of their flags: `page-size: 16` (or `page_size: 16`),
 `enable-metrics: true`, `cuda-graph-bs: [1, 2, 4]`. Flags on the command line win over the file; a key that is no flag
-ends the start. API keys are better kept in such a file than on the command line, which every user of a machine can read.
+ends the start. API keys are better kept in such a file than on the command line, which every user of a machine can
+read.
 """
 
 _DERIVED = """

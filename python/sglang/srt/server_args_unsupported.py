@@ -87,8 +87,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         "log records have one target",
-        "log-level-http log-requests-target "
-        "uvicorn-access-log-exclude-prefixes crash-dump-folder",
+        "log-level-http log-requests-target uvicorn-access-log-exclude-prefixes crash-dump-folder",
     ),
     (
         "grammars are compiled by xgrammar, and never to disk",
