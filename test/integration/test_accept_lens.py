@@ -78,13 +78,10 @@ def test_a_chunk_for_each_token(server: ServerProcess, thinking: bool) -> None:
     for name in ("content", "reasoning_content"):
         assert "".join(p["delta"].get(name) or "" for p in pieces) == (plain["message"][name] or "")
     assert pieces[-1]["finish_reason"] == "stop"
-    texts = [p for p in pieces if p["delta"].get("content") or p["delta"].get("reasoning_content")]
-    positions = [p["accept_position"] for p in texts]
-    expected = [place for length in lens for place in range(length)]
-    # marks around thoughts and the end of the turn are tokens without text
-    rest = iter(expected)
-    assert all(place in rest for place in positions), (positions, expected)
-    assert len(expected) - len(positions) <= (6 if thinking else 2)
+    positions = [p.get("accept_positions", []) for p in pieces]
+    assert sum(positions, []) == [place for length in lens for place in range(length)]
+    # marks around thoughts show nothing; what is read as the beginning of one may wait for the next token
+    assert max(map(len, positions)) <= (4 if thinking else 2) and positions.count([0]) > 1
 
 
 def test_completions_show_runs_too(server: ServerProcess) -> None:
@@ -97,7 +94,7 @@ def test_completions_show_runs_too(server: ServerProcess) -> None:
     for index, choice in enumerate(shown):
         mine = [c for c in chunks if c["index"] == index]
         assert "".join(c["text"] for c in mine) == choice["text"]
-        assert [c["accept_position"] for c in mine] == [p for n in choice["accept_lens"] for p in range(n)]
+        assert [c["accept_positions"] for c in mine] == [[p] for n in choice["accept_lens"] for p in range(n)]
 
 
 def test_a_bad_flag_is_refused(server: ServerProcess) -> None:

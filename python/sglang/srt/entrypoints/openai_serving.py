@@ -116,6 +116,8 @@ class _Completion:
         self._options = options
         self._request = request
         self._shape = shape
+        # of tokens that no piece has told of: those that show nothing
+        self._places: dict[int, list[int]] = {}
         self._head = {
             "id": f"{shape.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -161,8 +163,12 @@ class _Completion:
         for part, place in ((out, None),) if out.runs is None else out.by_token():
             pieces = self._shape.pieces(part, part.index not in latest)
             latest[part.index] = part
-            for piece in pieces:
-                yield piece if place is None else piece | {"accept_position": place}
+            places = self._places.setdefault(part.index, [])
+            if place is not None:
+                places.append(place)
+            if pieces and places:
+                pieces[0] = pieces[0] | {"accept_positions": self._places.pop(part.index)}
+            yield from pieces
 
 
 def _runs(out: GenerateOutput) -> dict[str, Any]:
