@@ -20,7 +20,7 @@ _ANTHROPIC_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
-    529: "overloaded_error",
+    503: "overloaded_error",
 }
 # messages about a field begin with its name
 _FIELD = re.compile(r"[a-z][a-z0-9_]*(?:\.[a-z0-9_]+|\[\d+\])*(?= )")
@@ -45,9 +45,11 @@ class ApiError(Exception):
         if path != _ANTHROPIC_PATH and not path.startswith(f"{_ANTHROPIC_PATH}/"):
             return self.status, self.to_dict()
         # Anthropic's own number for a server that is busy
-        status = 529 if self.status == 503 else self.status
-        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        return status, {"type": "error", "error": {"type": kind, "message": self.message}}
+        return 529 if self.status == 503 else self.status, self.to_anthropic()
+
+    def to_anthropic(self) -> dict[str, Any]:
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
 def bad_field(param: str, problem: str) -> ApiError:

@@ -10,10 +10,13 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
+from sglang.srt.entrypoints.anthropic_messages import messages_routes
 from sglang.srt.entrypoints.auth import ApiKeyMiddleware
 from sglang.srt.entrypoints.errors import ApiError
 from sglang.srt.entrypoints.native_protocol import generate_events, generate_reply, parse_generate_request
+from sglang.srt.entrypoints.openai_responses import responses_routes
 from sglang.srt.entrypoints.openai_serving import OpenAIServing
+from sglang.srt.entrypoints.parse_routes import parse_routes
 from sglang.srt.entrypoints.playground import playground_router
 from sglang.srt.entrypoints.prometheus import ServerMetrics
 from sglang.srt.entrypoints.responses import (
@@ -51,6 +54,9 @@ def build_app(server_args: ServerArgs, manager: TokenizerManager, metrics: Serve
     ctx = Context(server_args, manager, OpenAIServing(server_args, manager), metrics, int(time.time()))
     app = FastAPI(title="sglang", version=__version__)
     _add_generation(app, ctx)
+    app.include_router(responses_routes(manager, ctx.openai))
+    app.include_router(messages_routes(manager, ctx.openai))
+    app.include_router(parse_routes(server_args))
     _add_tokenization(app, ctx)
     _add_models(app, ctx)
     _add_health(app, ctx)
