@@ -95,6 +95,7 @@ def test_two_hundred_requests_of_ten_schemas_at_once(drivers: dict[int, Schedule
         for i, (schema, _) in enumerate(cases)
     ]
     outs = same_everywhere({steps: drivers[steps] for steps in (0, 4)}, prompts, params)
+    assert min(drivers[steps].most_running for steps in (0, 4)) == len(cases), "they were not all there at once"
     for (schema, thinking), out in zip(cases, outs, strict=True):
         assert out.finish_reason is not None and out.finish_reason.type == "stop", out
         text = text_of(out)
