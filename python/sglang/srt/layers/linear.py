@@ -10,6 +10,7 @@ import torch
 from sgl_kernel.activation import gelu_tanh_and_mul, gelu_tanh_mul
 from sgl_kernel.linear import gate_up_gelu, gated_projection, linear, linear_parts
 from sgl_kernel.packed_linear import PackedWeight, pack_weight, packed_linear
+from sglang.srt.distributed.parallel_state import TpGroup
 
 
 class Linear:
@@ -69,3 +70,23 @@ class Linear:
         if self._packed is not None:
             return packed_linear(gelu_tanh_mul(gate, factor), self._packed)
         return gated_projection(gate, factor, self.weight)
+
+
+class RowParallelLinear(Linear):
+    """One rank's columns of a weight. ``parts`` takes those columns of ``x``; its result is the sum over the ranks."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: TpGroup,
+        *,
+        row_invariant: bool,
+    ) -> None:
+        super().__init__(in_features, (out_features,), dtype, device, row_invariant=row_invariant)
+        self._group = group
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        return self._group.sum(super().parts(x))

@@ -63,7 +63,7 @@ def measure_reserve_bytes(
     """
     tokens = (-(-2 * load.width // config.page_size) + 1) * config.page_size
     small = replace(config, max_total_tokens=tokens, max_running_requests=1)
-    layout = runner.config.text.kv_layout
+    layout = runner.kv_layout
     memory = build_kv_memory(layout, small, tokens_per_step=load.width, dtype=runner.dtype, device=runner.device)
     backend = make_backend(memory.req_to_token)
     worker = TpModelWorker(runner, memory, backend, capture_hidden=load.width > 1)

@@ -8,6 +8,7 @@ from sglang.srt.configs.registries import (
     SPECULATIVE_ALGORITHMS,
     load_entry,
 )
+from sglang.srt.distributed.parallel_state import TpGroup
 from sglang.srt.managers.memory_probe import Workload, measure_reserve_bytes
 from sglang.srt.managers.model_worker import ModelWorker
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -20,10 +21,14 @@ from sglang.srt.utils.device import make_device
 from sglang.srt.utils.hf_transformers.config import load_model_config
 
 
-def create_worker(args: ServerArgs) -> ModelWorker:
-    """``args`` must be resolved. ``ValueError`` for what a user can mend; the pair is checked before weights load."""
+def create_worker(args: ServerArgs, group: TpGroup | None = None) -> ModelWorker:
+    """The worker of this process's rank. ``args`` must be resolved.
+
+    ``ValueError`` for what a user can mend; the pair is checked before weights load.
+    """
     assert args.attention_backend is not None, "resolve_server_args has not run"
-    device = make_device(args.device)
+    group = group or TpGroup()
+    device = make_device(args.device, group.local_rank)
     load, spec = args.load_config(), args.spec_config()
     config = load_model_config(load.model_path, overrides=load.overrides, trust_remote_code=load.trust_remote_code)
     draft_load, draft_config = None, None
@@ -33,22 +38,23 @@ def create_worker(args: ServerArgs) -> ModelWorker:
             draft_load.model_path, overrides=draft_load.overrides, trust_remote_code=draft_load.trust_remote_code
         )
         check_pair(config, draft_config)
-    runner = ModelRunner(config, load, device)
+    runner = ModelRunner(config, load, device, group)
     draft_runner = None
     if draft_config is not None and draft_load is not None:
-        draft_runner = ModelRunner(draft_config, draft_load, device)
+        draft_runner = ModelRunner(draft_config, draft_load, device, group)
     width = 1 if spec is None else spec.num_draft_tokens
     make_backend, graphs = load_entry(ATTENTION_BACKENDS, args.attention_backend), args.graph_config()
     reserve_bytes = 0
     if device.kind == "cuda" and args.max_total_tokens is None:
         reserve_bytes = measure_reserve_bytes(runner, make_backend, args.memory_config(), _workload(args, width))
     memory = build_kv_memory(
-        config.text.kv_layout,
+        runner.kv_layout,
         args.memory_config(),
         tokens_per_step=width,
         dtype=runner.dtype,
         device=device,
         reserve_bytes=reserve_bytes,
+        group=group,
     )
     backend = make_backend(memory.req_to_token)
     if spec is None or draft_runner is None:

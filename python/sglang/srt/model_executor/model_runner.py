@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_config import KVLayout, ModelConfig
 from sglang.srt.configs.registries import MODELS, load_entry
+from sglang.srt.distributed.parallel_state import TpGroup
+from sglang.srt.distributed.sharding import shard_layout
 from sglang.srt.model_executor.weight_loader import (
     LoadedWeights,
     load_dummy_weights,
@@ -28,8 +30,10 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """``model`` is what the registry names for the checkpoint's architecture (see ``models/interfaces.py``)."""
 
-    def __init__(self, config: ModelConfig, load: LoadConfig, device: Device) -> None:
+    def __init__(self, config: ModelConfig, load: LoadConfig, device: Device, group: TpGroup | None = None) -> None:
+        """``group``: the ranks that share the model, None for the only one."""
         self.config = config
+        self.group = group or TpGroup()
         self.device = device
         self.dtype: torch.dtype = getattr(torch, load.dtype)
         self._load = load
@@ -50,6 +54,11 @@ class ModelRunner:
     def model_path(self) -> Path:
         """Where the weights were read."""
         return self._load.model_path
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """The KV of this rank."""
+        return shard_layout(self.config.text.kv_layout, self.group)
 
     @property
     def weight_bytes(self) -> int:
@@ -83,7 +92,8 @@ class ModelRunner:
 
     def _build(self, device: torch.device) -> Any:
         config, invariant = self.config, self._load.deterministic
-        return load_entry(MODELS, config.architecture)(config, self.dtype, device, row_invariant=invariant)
+        model = load_entry(MODELS, config.architecture)
+        return model(config, self.dtype, device, row_invariant=invariant, group=self.group)
 
     def _fill(self) -> LoadedWeights:
         if self._load.load_format == "dummy":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.configs.model_config import KVLayout
+from sglang.srt.distributed.parallel_state import TpGroup
 from sglang.srt.mem_cache.kv_manager import KVCacheManager
 from sglang.srt.mem_cache.kv_pool import KVReader, MHATokenToKVPool
 from sglang.srt.mem_cache.kv_view import ReadOnlyKVPool
@@ -56,22 +57,26 @@ def build_kv_memory(
     dtype: torch.dtype,
     device: Device,
     reserve_bytes: int = 0,
+    group: TpGroup | None = None,
 ) -> KVMemory:
     """Size and allocate. Call it after the weights are loaded, so that what is left is known.
 
-    ``tokens_per_step``: slots a running request needs beyond its committed tokens; ``reserve_bytes``: what forwards and
-    graphs will need of a GPU besides. ``ValueError`` when the pool would not hold a single step of one request.
+    ``layout``: of this rank. ``tokens_per_step``: slots a running request needs beyond its committed tokens;
+    ``reserve_bytes``: what forwards and graphs will need of a GPU besides; ``group``: ranks that must all have a pool
+    of the same size. ``ValueError`` when the pool would not hold a single step of one request.
     """
-    page = memory.page_size
+    page, group = memory.page_size, group or TpGroup()
     # a step may be started before the one before it is read: slots for two
     row_len = -(-(memory.context_length + 2 * tokens_per_step) // page) * page
     row_bytes = 0 if device.kind == "cpu" else row_len * torch.int32.itemsize
     bytes_per_token = layout.elements_per_token * dtype.itemsize
-    num_bytes = kv_budget_bytes(memory, device, reserve_bytes)
+    # the ranks of a machine share its memory, unless each has a GPU of its own
+    num_bytes = kv_budget_bytes(memory, device, reserve_bytes) // (group.ranks_here if device.kind == "cpu" else 1)
     tokens, max_requests = size_pool(memory, num_bytes, bytes_per_token, row_bytes)
     if device.kind == "cpu" and memory.max_total_tokens is None:
         tokens = min(tokens, max(_CPU_DEFAULT_TOKENS, memory.context_length + tokens_per_step) // page * page)
         max_requests = memory.max_running_requests or _default_requests(tokens)
+    tokens, max_requests = group.least(tokens), group.least(max_requests)
     if tokens < page + tokens_per_step:
         raise ValueError(
             f"the KV pool would hold {max(tokens, 0)} tokens, too few for one request: raise --max-total-tokens or "

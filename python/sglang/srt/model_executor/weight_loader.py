@@ -1,4 +1,7 @@
-"""Checkpoint tensors from sharded safetensors, straight into their places."""
+"""Checkpoint tensors from sharded safetensors, straight into their places.
+
+Of a tensor that ranks share, each reads its part only.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from sglang.srt.distributed.sharding import ShardedSlot, WeightSlot, slot_tensors
 from sglang.srt.models.interfaces import LoadableModel, WeightPlan
 
 _INDEX = "model.safetensors.index.json"
@@ -37,7 +41,7 @@ def load_weights(model: LoadableModel, path: Path) -> LoadedWeights:
             with _open(file) as tensors:
                 for name in tensors.keys():
                     if name in plan.slots:
-                        plan.slots[name].copy_(tensors.get_tensor(name))
+                        _fill(plan.slots[name], tensors, name)
                         bar.update()
     model.finish_loading()
     return _loaded(plan.slots)
@@ -53,19 +57,32 @@ def load_dummy_weights(model: LoadableModel, seed: int = 0) -> LoadedWeights:
     slots = model.weight_plan(()).slots
     with torch.inference_mode():
         for name, slot in slots.items():
-            if not slot.is_floating_point():
-                slot.copy_(torch.arange(slot.numel(), device=slot.device).view(slot.shape))
-            elif slot.dim() == 1:
-                slot.fill_(1.0)
-            else:
-                generator = torch.Generator(device=slot.device).manual_seed(seed + len(name))
-                slot.normal_(0.0, slot.shape[-1] ** -0.5, generator=generator)
+            for tensor in slot_tensors(slot):
+                _fill_dummy(tensor, slot.shape[-1], seed + len(name))
     model.finish_loading()
     return _loaded(slots)
 
 
-def _loaded(slots: Mapping[str, torch.Tensor]) -> LoadedWeights:
-    return LoadedWeights(frozenset(slots), sum(slot.numel() * slot.element_size() for slot in slots.values()))
+def _fill(slot: WeightSlot, tensors: safe_open, name: str) -> None:
+    if isinstance(slot, ShardedSlot):
+        slot.fill(tensors.get_slice(name).__getitem__)
+    else:
+        slot.copy_(tensors.get_tensor(name))
+
+
+def _fill_dummy(tensor: torch.Tensor, fan_in: int, seed: int) -> None:
+    if not tensor.is_floating_point():
+        tensor.copy_(torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape))
+    elif tensor.dim() == 1:
+        tensor.fill_(1.0)
+    else:
+        generator = torch.Generator(device=tensor.device).manual_seed(seed)
+        tensor.normal_(0.0, fan_in**-0.5, generator=generator)
+
+
+def _loaded(slots: Mapping[str, WeightSlot]) -> LoadedWeights:
+    tensors = [tensor for slot in slots.values() for tensor in slot_tensors(slot)]
+    return LoadedWeights(frozenset(slots), sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
 
 def _plan(model: LoadableModel, path: Path) -> tuple[list[Path], WeightPlan]:
@@ -110,7 +127,7 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _check(
-    path: Path, slots: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], ignored: frozenset[str]
+    path: Path, slots: Mapping[str, WeightSlot], shapes: Mapping[str, tuple[int, ...]], ignored: frozenset[str]
 ) -> None:
     problems: list[str] = []
     _add(problems, "missing", sorted(set(slots) - set(shapes)))

@@ -12,35 +12,36 @@ from dataclasses import dataclass, field
 import torch
 
 from sgl_kernel.embedding import per_layer_inputs
-from sgl_kernel.head_argmax import head_argmax
 from sgl_kernel.head_norm_rope import query_norm_rope
-from sgl_kernel.linear import MAX_SKINNY_ROWS, linear
 from sgl_kernel.moe import add_experts
 from sgl_kernel.norm import sum_norm
-from sgl_kernel.packed_linear import PackedWeight, pack_weight, packed_linear
 from sglang.srt.configs.model_config import FULL, SLIDING, LayerKVSpec, ModelConfig, TextConfig
+from sglang.srt.distributed.parallel_state import TpGroup
+from sglang.srt.distributed.sharding import WeightSlot, shard, shard_pair
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import Linear
+from sglang.srt.layers.linear import Linear, RowParallelLinear
+from sglang.srt.layers.lm_head import ParallelLMHead
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.layers.moe import MoE
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary import RotaryEmbedding
-from sglang.srt.layers.vocab_embedding import ScaledEmbedding
+from sglang.srt.layers.vocab_embedding import ScaledEmbedding, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.interfaces import WeightPlan
 
 RopeTables = dict[str, tuple[torch.Tensor, torch.Tensor]]
-WeightSlots = dict[str, torch.Tensor]
+WeightSlots = dict[str, WeightSlot]
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What every layer needs to be made."""
+    """What every layer needs to be made. ``group``: the ranks that share its weights."""
 
     text: TextConfig
     dtype: torch.dtype
     device: torch.device
     row_invariant: bool = False
+    group: TpGroup = field(default_factory=TpGroup)
     linears: list[Linear] = field(default_factory=list)  # all that were made, to be finished after loading
 
     def empty(self, *shape: int) -> torch.Tensor:
@@ -54,18 +55,33 @@ class Build:
         self.linears.append(product)
         return product
 
+    def row_linear(self, in_features: int, out_features: int) -> Linear:
+        """``in_features``: of this rank."""
+        product = RowParallelLinear(
+            in_features, out_features, self.dtype, self.device, self.group, row_invariant=self.row_invariant
+        )
+        self.linears.append(product)
+        return product
+
 
 class Gemma4Attention:
-    """Attention of one layer. A layer that does not own KV has a query projection only.
+    """Attention of one layer. A layer that does not own KV has a query projection only. A rank has a part of the query
+    heads, and the KV heads that they read.
 
     Where K = V, the value is the raw key projection, normed without weight and not rotated.
     """
 
     def __init__(self, build: Build, spec: LayerKVSpec) -> None:
-        text = build.text
-        self.num_heads, self.head_dim, self.kind = text.num_heads, spec.head_dim, spec.kind
+        text, group = build.text, build.group
+        self.spec, self.head_dim, self.kind = spec, spec.head_dim, spec.kind
+        self.total_heads, self.heads, self.kv_heads = (
+            text.num_heads,
+            group.part(text.num_heads),
+            group.kv_heads(spec.num_kv_heads),
+        )
+        self.num_heads = len(self.heads)
         self.owns_kv = spec.owns_kv
-        self.num_kv_heads = spec.num_kv_heads if self.owns_kv else 0
+        self.num_kv_heads = len(self.kv_heads) if self.owns_kv else 0
         self.k_is_v = text.attention_k_eq_v and spec.kind == FULL
         self.eps = text.rms_norm_eps
         q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -73,7 +89,7 @@ class Gemma4Attention:
             [q_width] if not self.owns_kv else [q_width, kv_width] if self.k_is_v else [q_width, kv_width, kv_width]
         )
         self.qkv_proj = build.linear(text.hidden_size, *widths)
-        self.o_proj = build.linear(q_width, text.hidden_size)
+        self.o_proj = build.row_linear(q_width, text.hidden_size)
         self.q_norm = build.empty(self.head_dim)
         self.k_norm = build.empty(self.head_dim) if self.owns_kv else None
         self.head_weights = build.empty(self.num_heads + self.num_kv_heads, self.head_dim)
@@ -91,16 +107,18 @@ class Gemma4Attention:
         return self.o_proj.parts(self.attn.attend(queries, fb).flatten(1))
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        slots = {
-            prefix + "q_proj.weight": self.qkv_proj.part(0),
-            prefix + "o_proj.weight": self.o_proj.weight,
+        first, total = self.heads.start * self.head_dim, self.total_heads * self.head_dim
+        slots: WeightSlots = {
+            prefix + "q_proj.weight": shard(self.qkv_proj.part(0), 0, first, total),
+            prefix + "o_proj.weight": shard(self.o_proj.weight, 1, first, total),
             prefix + "q_norm.weight": self.q_norm,
         }
         if self.k_norm is not None:
-            slots[prefix + "k_proj.weight"] = self.qkv_proj.part(1)
+            first, total = self.kv_heads.start * self.head_dim, self.spec.num_kv_heads * self.head_dim
+            slots[prefix + "k_proj.weight"] = shard(self.qkv_proj.part(1), 0, first, total)
             slots[prefix + "k_norm.weight"] = self.k_norm
             if not self.k_is_v:
-                slots[prefix + "v_proj.weight"] = self.qkv_proj.part(2)
+                slots[prefix + "v_proj.weight"] = shard(self.qkv_proj.part(2), 0, first, total)
         return slots
 
     def finish_loading(self) -> None:
@@ -110,19 +128,23 @@ class Gemma4Attention:
 
 
 class Gemma4MLP:
+    """A rank has a part of the width."""
+
     def __init__(self, build: Build, width: int) -> None:
-        self.gate_up_proj = build.linear(build.text.hidden_size, width, width)
-        self.down_proj = build.linear(width, build.text.hidden_size)
+        self.total_width, self.width = width, build.group.part(width)
+        self.gate_up_proj = build.linear(build.text.hidden_size, len(self.width), len(self.width))
+        self.down_proj = build.row_linear(len(self.width), build.text.hidden_size)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [T, D] -> [T, D] or parts."""
         return self.down_proj.parts(self.gate_up_proj.gated_gelu(x))
 
     def weight_slots(self, prefix: str) -> WeightSlots:
+        first, total = self.width.start, self.total_width
         return {
-            prefix + "gate_proj.weight": self.gate_up_proj.part(0),
-            prefix + "up_proj.weight": self.gate_up_proj.part(1),
-            prefix + "down_proj.weight": self.down_proj.weight,
+            prefix + "gate_proj.weight": shard(self.gate_up_proj.part(0), 0, first, total),
+            prefix + "up_proj.weight": shard(self.gate_up_proj.part(1), 0, first, total),
+            prefix + "down_proj.weight": shard(self.down_proj.weight, 1, first, total),
         }
 
 
@@ -132,7 +154,8 @@ class Gemma4SparseBlock:
     def __init__(self, build: Build) -> None:
         text = build.text
         assert text.moe is not None
-        self.moe = MoE(text.hidden_size, text.moe, text.rms_norm_eps, build.dtype, build.device)
+        self.moe = MoE(text.hidden_size, text.moe, text.rms_norm_eps, build.dtype, build.device, build.group)
+        self.total_width = text.moe.intermediate_size
         self.post_norm_1 = build.norm(text.hidden_size)
         self.post_norm_2 = build.norm(text.hidden_size)
         self.pre_norm_2 = build.norm(text.hidden_size)
@@ -156,12 +179,13 @@ class Gemma4SparseBlock:
         return add_experts(dense, pairs, weights, residual, norms, norm.eps, scale, following.weight)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
+        first = self.moe.width.start
         return {
             prefix + "router.proj.weight": self.moe.router_proj,
             prefix + "router.scale": self.moe.router_scale,
             prefix + "router.per_expert_scale": self.moe.per_expert_scale,
-            prefix + "experts.gate_up_proj": self.moe.gate_up,
-            prefix + "experts.down_proj": self.moe.down,
+            prefix + "experts.gate_up_proj": shard_pair(self.moe.gate_up, 1, first, self.total_width),
+            prefix + "experts.down_proj": shard(self.moe.down, 2, first, self.total_width),
             prefix + "post_feedforward_layernorm_1.weight": self.post_norm_1.weight,
             prefix + "post_feedforward_layernorm_2.weight": self.post_norm_2.weight,
             prefix + "pre_feedforward_layernorm_2.weight": self.pre_norm_2.weight,
@@ -169,7 +193,7 @@ class Gemma4SparseBlock:
 
 
 class Gemma4PerLayerInput:
-    """Adds one layer's share of the per-layer embedding to the residual stream."""
+    """Adds one layer's share of the per-layer embedding to the residual stream. Small, so every rank has all of it."""
 
     def __init__(self, build: Build) -> None:
         width, hidden = build.text.per_layer_input_size, build.text.hidden_size
@@ -276,7 +300,7 @@ class DecoderStack:
         return {kind: rotary.tables(positions, self.dtype) for kind, rotary in self.rotary.items()}
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        slots = {prefix + "norm.weight": self.norm.weight}
+        slots: WeightSlots = {prefix + "norm.weight": self.norm.weight}
         for i, layer in enumerate(self.layers):
             slots |= layer.weight_slots(f"{prefix}layers.{i}.")
         return slots
@@ -289,27 +313,33 @@ class DecoderStack:
 
 
 class PerLayerEmbedding:
-    """The token- and context-dependent input of every layer, computed once per forward."""
+    """The token- and context-dependent input of every layer, computed once per forward.
+
+    The table is the largest tensor of a small model, so a rank has a part of its rows.
+    """
 
     def __init__(self, build: Build) -> None:
         text = build.text
         width = text.per_layer_input_size
         total = text.num_layers * width
-        self.embed = ScaledEmbedding(text.per_layer_vocab_size, total, width**0.5, build.dtype, build.device)
+        self.vocab_size = text.per_layer_vocab_size
+        self.embed = VocabParallelEmbedding(self.vocab_size, total, width**0.5, build.dtype, build.device, build.group)
         self.projection = build.linear(text.hidden_size, total)
         self.projection_gain = text.hidden_size**-0.5
         self.norm = build.norm(width)
 
     def __call__(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """``ids`` [T], ``x`` [T, D] (the scaled embedding) -> [n, T, P]."""
-        table, context = self.embed, self.projection.parts(x)
+        (table, rows), context = self.embed.rows(ids), self.projection.parts(x)
         return per_layer_inputs(
-            ids, table.weight, table.scale, context, self.projection_gain, self.norm.weight, self.norm.eps
+            rows, table, self.embed.scale, context, self.projection_gain, self.norm.weight, self.norm.eps
         )
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return {
-            prefix + "embed_tokens_per_layer.weight": self.embed.weight,
+            prefix + "embed_tokens_per_layer.weight": shard(
+                self.embed.weight, 0, self.embed.ids.start, self.vocab_size
+            ),
             prefix + "per_layer_model_projection.weight": self.projection.weight,
             prefix + "per_layer_projection_norm.weight": self.norm.weight,
         }
@@ -321,39 +351,48 @@ class Gemma4ForCausalLM:
     weight_prefix = "model."
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, row_invariant: bool = False
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        row_invariant: bool = False,
+        group: TpGroup | None = None,
     ) -> None:
-        """``row_invariant``: no row's result may depend on the rows computed with it."""
+        """``row_invariant``: no row's result may depend on the rows computed with it; ``group``: the ranks that share
+        the model, None for the only one.
+
+        Every rank has the whole embedding: its rows are needed by every draft, one after the other, and an exchange in
+        each of them takes longer than it is worth.
+        """
         text = config.text
-        build = Build(text, dtype, device, row_invariant)
-        self._row_invariant = row_invariant
+        build = Build(text, dtype, device, row_invariant, group or TpGroup())
         self.text = text
         self.kv_layout = text.kv_layout
         self.embed_tokens = ScaledEmbedding(text.vocab_size, text.hidden_size, text.hidden_size**0.5, dtype, device)
         self.stack = DecoderStack(build)
         self.per_layer = PerLayerEmbedding(build) if text.per_layer_input_size else None
-        self.lm_head: torch.Tensor = self.embed_tokens.weight
-        self._packed_head: PackedWeight | None = None
+        self._ids = build.group.part(text.vocab_size)
+        tied = self.embed_tokens.weight[self._ids.start : self._ids.stop]
+        self.lm_head = ParallelLMHead(tied, build.group, row_invariant=row_invariant)
+        self._is_tied = True
         self.logits_processor = LogitsProcessor(text.final_logit_softcapping)
 
     def forward(self, fb: ForwardBatch) -> LogitsProcessorOutput:
         """One pass over the rows of ``fb``; see ``ForwardBatch`` for shapes."""
         hidden, fb = self._hidden(fb)
-        return self.logits_processor(hidden, self._head, fb)
+        return self.logits_processor(hidden, self.lm_head, fb)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` [R, D] after the final norm -> [R, V]."""
-        return self.logits_processor.logits(hidden, self._head)
+        return self.logits_processor.logits(hidden, self.lm_head)
 
     def greedy_tokens(self, fb: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The most likely token after each row whose logits are wanted, [R] int64, without forming logits on a GPU;
-        and the hidden states [T, D] after the final norm."""
+        """The most likely token after each row whose logits are wanted, [R] int64; and the hidden states [T, D] after
+        the final norm."""
         hidden, fb = self._hidden(fb)
         rows = hidden if fb.logits_rows is None else hidden[fb.logits_rows]
-        # many rows would read the head more than once
-        if not hidden.is_cuda or (rows.shape[0] > MAX_SKINNY_ROWS and not self._row_invariant):
-            return self.logits_processor(hidden, self._head, fb).next_token_logits.argmax(dim=-1), hidden
-        return head_argmax(rows, self.lm_head, self.text.final_logit_softcapping)[0], hidden
+        return self.lm_head.best(rows, self.text.final_logit_softcapping), hidden
 
     def _hidden(self, fb: ForwardBatch) -> tuple[torch.Tensor, ForwardBatch]:
         """Hidden states after the final norm, and the batch whose rows they are."""
@@ -366,11 +405,6 @@ class Gemma4ForCausalLM:
                 stream, ple, rope, fb = self._keep_tail(stream, ple, fb)
             stream = layer(stream, None if ple is None else ple[i], rope, fb, self.stack.following(i))
         return stream.normed, fb
-
-    def _head(self, x: torch.Tensor) -> torch.Tensor:
-        if self._packed_head is not None:
-            return packed_linear(x, self._packed_head)
-        return linear(x, self.lm_head, row_invariant=self._row_invariant)
 
     def _keep_tail(
         self, stream: Stream, ple: torch.Tensor | None, fb: ForwardBatch
@@ -386,8 +420,8 @@ class Gemma4ForCausalLM:
         )
 
     def get_embed_and_head(self) -> tuple[ScaledEmbedding, torch.Tensor]:
-        """The scaled embedding, and the head [V, D]."""
-        return self.embed_tokens, self.lm_head
+        """The scaled embedding, and this rank's rows of the head, [V / ranks, D]."""
+        return self.embed_tokens, self.lm_head.weight
 
     def weight_plan(self, available: Collection[str]) -> WeightPlan:
         prefix = self.weight_prefix
@@ -395,9 +429,9 @@ class Gemma4ForCausalLM:
         if self.per_layer is not None:
             slots |= self.per_layer.weight_slots(prefix)
         if "lm_head.weight" in available or not self.text.tie_word_embeddings:
-            if self.lm_head is self.embed_tokens.weight:
-                self.lm_head = torch.empty_like(self.embed_tokens.weight)
-            slots["lm_head.weight"] = self.lm_head
+            if self._is_tied:
+                self.lm_head.weight, self._is_tied = torch.empty_like(self.lm_head.weight), False
+            slots["lm_head.weight"] = shard(self.lm_head.weight, 0, self._ids.start, self.text.vocab_size)
         return WeightPlan(slots, frozenset(name for name in available if self._is_ignored(name)))
 
     def _is_ignored(self, name: str) -> bool:
@@ -411,4 +445,4 @@ class Gemma4ForCausalLM:
 
     def finish_loading(self) -> None:
         self.stack.finish_loading()
-        self._packed_head = pack_weight(self.lm_head)
+        self.lm_head.pack()

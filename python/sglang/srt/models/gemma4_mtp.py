@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-import torch.nn.functional as F
 
 from sgl_kernel.centroid_head import centroid_argmax, centroid_candidates
-from sgl_kernel.head_argmax import head_argmax
 from sgl_kernel.packed_linear import PackedWeight, has_panels, pack_weight
 from sglang.srt.configs.model_config import KVLayout, ModelConfig
+from sglang.srt.distributed.parallel_state import TpGroup
+from sglang.srt.distributed.sharding import shard
+from sglang.srt.layers.lm_head import ParallelLMHead
+from sglang.srt.layers.radix_attention import HeadGatheringAttention, RadixAttention
 from sglang.srt.layers.vocab_embedding import ScaledEmbedding
 from sglang.srt.mem_cache.kv_pool import KVReader
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -70,18 +72,21 @@ def _log_probs(logits: torch.Tensor) -> torch.Tensor:
 
 
 class PlainHead:
-    """The assistant's own embedding table, over the whole vocabulary."""
+    """The assistant's own embedding table, over the whole vocabulary. It is most of the assistant and read by every
+    draft, so it is the one thing of it that ranks share."""
 
-    def __init__(self, build: Build) -> None:
-        self.weight = build.empty(build.text.vocab_size, build.text.hidden_size)
+    def __init__(self, build: Build, group: TpGroup) -> None:
+        self.vocab_size, self.ids = build.text.vocab_size, group.part(build.text.vocab_size)
+        self.weight = build.empty(len(self.ids), build.text.hidden_size)
+        self._head = ParallelLMHead(self.weight, group, row_invariant=True)
 
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` [B, D] -> [B] int64."""
-        return head_argmax(hidden, self.weight, None)[0]
+        return self._head.best(hidden, None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` [B, D] -> [B, V]."""
-        return F.linear(hidden, self.weight)
+        return self._head(hidden)
 
     def topk(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``hidden`` [B, D] -> the ``k`` best tokens, best first, and their log-probabilities, [B, k] each."""
@@ -89,7 +94,7 @@ class PlainHead:
         return ids, best
 
     def weight_slots(self) -> WeightSlots:
-        return {"model.embed_tokens.weight": self.weight}
+        return {"model.embed_tokens.weight": shard(self.weight, 0, self.ids.start, self.vocab_size)}
 
     def finish_loading(self) -> None:
         """Nothing is derived."""
@@ -144,10 +149,22 @@ class CentroidHead:
 
 
 class Gemma4AssistantForCausalLM:
-    """Drafts one token per forward, from the newest token and a hidden state. Owns no KV and writes none."""
+    """Drafts one token per forward, from the newest token and a hidden state. Owns no KV and writes none.
+
+    Every rank has all of it but for a plain head: the rest is so small that an exchange takes longer than what it
+    would save. Attention needs one all the same where a rank has only some of the target's KV heads. What is exchanged
+    there is the outputs of heads, which are not rounded, and not sums behind the output projection: so a draft is what
+    it is on one rank, as far as the target's KV and hidden states are.
+    """
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, row_invariant: bool = False
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        row_invariant: bool = False,
+        group: TpGroup | None = None,
     ) -> None:
         assistant = config.assistant
         assert assistant is not None, f"{config.architecture} is not an assistant"
@@ -156,9 +173,12 @@ class Gemma4AssistantForCausalLM:
         self.pre_projection = build.linear(2 * backbone, hidden)
         self.stack = DecoderStack(build)
         self.post_projection = build.linear(hidden, backbone)
-        self.head: PlainHead | CentroidHead = PlainHead(build)
+        self._group = group or TpGroup()
+        self.head: PlainHead | CentroidHead
         if assistant.num_centroids:
             self.head = CentroidHead(build, assistant.num_centroids, assistant.centroid_top_k)
+        else:
+            self.head = PlainHead(build, self._group)
         self._context: FrozenKVMTPContext | None = None
         self._embed: ScaledEmbedding | None = None
 
@@ -168,10 +188,17 @@ class Gemma4AssistantForCausalLM:
             raise RuntimeError("the assistant is bound to a target already")
         self._context, self._embed = context, embed
         for layer, target_layer_id in zip(self.stack.layers, context.target_layer_ids, strict=True):
-            layer.self_attn.attn.kv_layer_id = target_layer_id
+            layer.self_attn.attn = self._attention(target_layer_id, layer.self_attn.spec.num_kv_heads, context)
+
+    def _attention(self, target_layer_id: int, num_kv_heads: int, context: FrozenKVMTPContext) -> RadixAttention:
+        """``num_kv_heads``: of the target on all ranks together."""
+        if context.target_token_to_kv_pool.get_key_buffer(target_layer_id).shape[1] == num_kv_heads:
+            return RadixAttention(target_layer_id)
+        return HeadGatheringAttention(target_layer_id, num_kv_heads, self._group)
 
     def get_embed_and_head(self) -> tuple[ScaledEmbedding, torch.Tensor]:
-        """The borrowed embedding, and the assistant's own head [V, D] (grouped by cluster for a centroid head)."""
+        """The borrowed embedding, and the assistant's own head [V, D] (grouped by cluster for a centroid head; this
+        rank's rows of a plain one)."""
         if self._embed is None:
             raise RuntimeError("bind_frozen_kv_context must come before get_embed_and_head")
         return self._embed, self.head.weight

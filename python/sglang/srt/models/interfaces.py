@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from sglang.srt.configs.model_config import KVLayout
+from sglang.srt.distributed.sharding import WeightSlot
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.vocab_embedding import ScaledEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -19,10 +20,10 @@ from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPContext
 class WeightPlan:
     """Where each checkpoint tensor goes.
 
-    ``slots``: checkpoint name -> destination view, filled in place. ``ignored`` names are in the file but not needed.
+    ``slots``: checkpoint name -> destination, filled in place. ``ignored`` names are in the file but not needed.
     """
 
-    slots: dict[str, torch.Tensor]
+    slots: dict[str, WeightSlot]
     ignored: frozenset[str]
 
 

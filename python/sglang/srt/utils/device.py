@@ -107,22 +107,26 @@ class Readback:
         return wait
 
 
-def set_compute_threads(wanted: int) -> int:
-    """Threads of CPU operators of the calling thread; 0 leaves one core to the rest of the server. Returns the number.
+def set_compute_threads(wanted: int, num_processes: int = 1) -> int:
+    """Threads of CPU operators of the calling thread; 0 leaves one core to the rest of the server, and the others to
+    ``num_processes`` like this one. Returns the number.
 
     Operators wait for their slowest thread, so a thread that shares its core with another busy process slows every
     operator down by a scheduling quantum.
     """
-    threads = wanted if wanted > 0 else max(1, len(os.sched_getaffinity(0)) - 1)
+    threads = wanted if wanted > 0 else max(1, (len(os.sched_getaffinity(0)) - 1) // num_processes)
     torch.set_num_threads(threads)
     return threads
 
 
-def make_device(kind: str) -> Device:
-    """``kind`` is "auto", "cpu" or "cuda". Raises ``ValueError`` when CUDA is asked for and absent."""
+def make_device(kind: str, index: int = 0) -> Device:
+    """``kind`` is "auto", "cpu" or "cuda"; ``index``: which of several. ``ValueError`` when CUDA is asked for and
+    there is no such device."""
     has_cuda = torch.cuda.is_available()
     if kind == "auto":
         kind = "cuda" if has_cuda else "cpu"
     if kind == "cuda" and not has_cuda:
         raise ValueError("--device cuda: no CUDA device is usable here; pass --device cpu or check the driver")
-    return Device(kind=kind, index=0, supports_graphs=kind == "cuda")
+    if kind == "cuda" and index >= torch.cuda.device_count():
+        raise ValueError(f"--device cuda: there is no GPU {index} here, only {torch.cuda.device_count()}")
+    return Device(kind=kind, index=index, supports_graphs=kind == "cuda")
