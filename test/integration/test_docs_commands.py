@@ -76,7 +76,7 @@ class ReaderOfPages:
         """The server of ``command``, on a free port; the one that runs if it has the same settings."""
         flags = server_flags(command)
         assert flags is not None, command
-        settings = resolve_server_args(prepare_server_args(flags)).derive(random_seed=0)
+        settings = settings_of(flags)
         self._documented_port = server_port(command)
         if self._running is None or self._running[0] != settings:
             self.close()
@@ -120,6 +120,10 @@ class ReaderOfPages:
         return here.replace("sglang.bench_serving", f"sglang.bench_serving --port {self.server.port}")
 
 
+def settings_of(flags: list[str]) -> ServerArgs:
+    return resolve_server_args(prepare_server_args(flags)).derive(random_seed=0)
+
+
 def replaced(text: str) -> str:
     text = re.sub(r"^make serve\b.*", lambda line: behind_make(line[0]), text, flags=re.MULTILINE)
     for pattern, replacement in SUBSTITUTES:
@@ -161,9 +165,14 @@ def _server_of(page: Path) -> str | None:
     return None
 
 
-def _by_server(page: Path) -> list[str]:
+def _by_server(page: Path) -> str:
     """Sorts pages so that those with the same server follow one another."""
-    return server_flags(_server_of(page) or replaced("make serve")) or []
+    flags = server_flags(_server_of(page) or replaced("make serve"))
+    assert flags is not None
+    try:
+        return repr(settings_of(flags))
+    except ValueError:  # of a file that the page writes first
+        return repr(flags)
 
 
 @pytest.mark.parametrize("page", sorted(PAGES, key=_by_server), ids=lambda page: page.stem)
