@@ -24,10 +24,12 @@ _FLAGS = ("-O3", "-march=native", "-ffast-math", "-std=c++17", "-shared", "-fPIC
 _LONG, _FLOAT, _POINTER = ctypes.c_long, ctypes.c_float, ctypes.c_void_p
 _SIGNATURES = {
     "sgl_linear": [_POINTER] * 3 + [_LONG] * 3,
+    "sgl_linear_bf16": [_POINTER] * 3 + [_LONG] * 3,
     "sgl_rmsnorm": [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT],
     "sgl_head_norm_rope": [_POINTER] * 6 + [_LONG] * 6 + [_FLOAT],
     "sgl_gelu_mul": [_POINTER] * 3 + [_LONG] * 4,
     "sgl_linear_groups": [_POINTER] * 4 + [_LONG] * 4,
+    "sgl_linear_groups_bf16": [_POINTER] * 4 + [_LONG] * 4,
     "sgl_rmsnorm_add_rmsnorm": [_POINTER] * 6 + [_LONG] * 2 + [_FLOAT],
     "sgl_softcap": [_POINTER, _LONG, _FLOAT],
     "sgl_attention": [_POINTER] * 11 + [_LONG] * 8,

@@ -3,6 +3,9 @@
 For the few rows of a decode step the library's product with a plain [N, K] weight reaches a fraction of the memory
 bandwidth. Small float32 weights are therefore kept in panels of 32 rows, which one stream reads in order and one thread
 multiplies faster than the library does; large ones in the library's own blocked layout, which uses every thread.
+
+Weights that were bfloat16 in their checkpoint, as Gemma 4's are, are bfloat16 again in their panels: the same values
+from half the bytes. Sums are float32 in either case and in the same order, so results are the same to the bit.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ _MAX_PANEL_ELEMENTS = 1 << 21
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """One of: ``panels`` [N / 32, K, 32], ``blocked`` (opaque to all but its product), ``plain`` [N, K]."""
+    """One of: ``panels`` [N / 32, K, 32] float32, or [N / 32, K, 16, 2] bfloat16 with rows i and i + 16 of a panel side
+    by side; ``blocked`` (opaque to all but its product); ``plain`` [N, K]."""
 
     num_rows: int
     plain: torch.Tensor | None
@@ -35,11 +39,19 @@ def pack_weight(weight: torch.Tensor) -> PackedWeight | None:
         return None
     n, k = weight.shape
     if has_panels(weight):
-        return PackedWeight(n, None, None, weight.view(n // 32, 32, k).transpose(1, 2).contiguous())
+        return PackedWeight(n, None, None, _panels(weight))
     if weight.numel() >= _MIN_BLOCKED_ELEMENTS and torch.backends.mkldnn.is_available():
         blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
         return PackedWeight(n, None, blocked, None)
     return PackedWeight(n, weight, None, None)
+
+
+def _panels(weight: torch.Tensor) -> torch.Tensor:
+    n, k = weight.shape
+    narrow = weight.bfloat16()
+    if torch.equal(narrow.float(), weight):
+        return narrow.view(n // 32, 2, 16, k).permute(0, 3, 2, 1).contiguous()
+    return weight.view(n // 32, 32, k).transpose(1, 2).contiguous()
 
 
 def has_panels(weight: torch.Tensor) -> bool:
@@ -57,7 +69,8 @@ def packed_linear_groups(x: torch.Tensor, packed: PackedWeight, groups: torch.Te
     x, groups = x.contiguous(), groups.contiguous()
     batch, count = groups.shape
     y = torch.empty((batch, count * per_group))
-    ops.sgl_linear_groups(
+    is_narrow = packed.panels.dtype is torch.bfloat16
+    (ops.sgl_linear_groups_bf16 if is_narrow else ops.sgl_linear_groups)(
         x.data_ptr(), packed.panels.data_ptr(), groups.data_ptr(), y.data_ptr(), batch, count, per_group, x.shape[1]
     )
     return y
@@ -71,7 +84,8 @@ def packed_linear(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
         assert ops is not None
         x = x.contiguous()
         y = torch.empty((rows, packed.num_rows))
-        ops.sgl_linear(x.data_ptr(), packed.panels.data_ptr(), y.data_ptr(), rows, packed.num_rows, width)
+        product = ops.sgl_linear_bf16 if packed.panels.dtype is torch.bfloat16 else ops.sgl_linear
+        product(x.data_ptr(), packed.panels.data_ptr(), y.data_ptr(), rows, packed.num_rows, width)
         return y
     if packed.blocked is not None:
         return torch.ops.mkldnn._linear_pointwise(x, packed.blocked, None, "none", [], "")

@@ -10,7 +10,7 @@ from sgl_kernel.centroid_head import centroid_candidates
 from sgl_kernel.cpu_ops import cpu_ops
 from sgl_kernel.head_norm_rope import head_norm_rope, head_norm_rope_torch
 from sgl_kernel.norm import rmsnorm, rmsnorm_add, rmsnorm_add_rmsnorm, rmsnorm_torch
-from sgl_kernel.packed_linear import pack_weight, packed_linear
+from sgl_kernel.packed_linear import PackedWeight, pack_weight, packed_linear, packed_linear_groups
 from sgl_kernel.rope import rope_tables
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.kv_pool import LayerKV
@@ -25,14 +25,28 @@ def need_compiler() -> None:
 
 @pytest.mark.parametrize("rows", [*range(1, 17), 80, 301])
 @pytest.mark.parametrize("shape", [(32, 2), (64, 48), (2048, 256), (96, 1024)])
-def test_linear(shape: tuple[int, int], rows: int) -> None:
-    weight, x = torch.randn(shape), torch.randn(rows, shape[1])
+@pytest.mark.parametrize("values", [torch.float32, torch.bfloat16])
+def test_linear(values: torch.dtype, shape: tuple[int, int], rows: int) -> None:
+    weight, x = torch.randn(shape).to(values).float(), torch.randn(rows, shape[1])
     packed = pack_weight(weight)
-    assert packed is not None and packed.panels is not None
+    assert packed is not None and packed.panels is not None and packed.panels.dtype is values
     got = packed_linear(x, packed)
     torch.testing.assert_close(got, x @ weight.T, atol=2e-4, rtol=1e-4)
     for row in range(rows):
         assert torch.equal(packed_linear(x[row : row + 1], packed)[0], got[row])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 6, 31])
+def test_half_the_bytes_give_the_same_bits(rows: int) -> None:
+    weight, x = torch.randn(96, 80).bfloat16().float(), torch.randn(rows, 80)
+    packed = pack_weight(weight)
+    assert packed is not None and packed.panels is not None
+    assert packed.panels.nbytes == weight.nbytes // 2
+    wide = PackedWeight(96, None, None, weight.view(3, 32, 80).transpose(1, 2).contiguous())
+    assert torch.equal(packed_linear(x, packed), packed_linear(x, wide))
+    groups = torch.tensor([[2, 0]] * rows)
+    got = packed_linear_groups(x, packed, groups, 32)
+    assert torch.equal(got, packed_linear(x, packed)[:, [*range(64, 96), *range(32)]])
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (5, 256), (3, 4, 32)])

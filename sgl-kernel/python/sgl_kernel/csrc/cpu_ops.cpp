@@ -4,10 +4,26 @@
 // block gets the same bits as the same row alone.
 
 #include <cmath>
+#include <cstdint>
 
 typedef float v16 __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t bf16;
 
 static inline v16 load(const float* p) { return *reinterpret_cast<const v16*>(p); }
+
+// The 32 weights of one k: rows 0 .. 15 of a panel, and 16 .. 31.
+static inline void load_rows(const float* p, v16& low, v16& high) {
+  low = load(p);
+  high = load(p + 16);
+}
+
+// A bfloat16 is the upper half of a float32. Rows i and i + 16 lie side by side: two operations widen both.
+static inline void load_rows(const bf16* p, v16& low, v16& high) {
+  typedef uint32_t u16 __attribute__((vector_size(64), aligned(2), may_alias));
+  u16 pair = *reinterpret_cast<const u16*>(p);
+  low = (v16)(pair << 16);
+  high = (v16)(pair & 0xffff0000u);
+}
 
 static inline float lane_sum(v16 v) {
   typedef float v8 __attribute__((vector_size(32)));
@@ -25,13 +41,14 @@ static inline void store(float* p, v16 v) { *reinterpret_cast<v16*>(p) = v; }
 
 // One panel of 32 weight rows, [k][32], against T rows of x. Lanes are weight rows, so nothing is summed across lanes; even
 // and odd k have sums of their own, which gives one row of x enough independent work.
-template <int T>
-static void panel(const float* x, const float* w, float* y, long n, long k) {
+template <int T, typename W>
+static void panel(const float* x, const W* w, float* y, long n, long k) {
   v16 sum[2][T][2] = {};
   for (long i = 0; i < k; i += 2, w += 64) {
 #pragma GCC unroll 2
     for (int odd = 0; odd < 2; odd++) {
-      v16 low = load(w + odd * 32), high = load(w + odd * 32 + 16);
+      v16 low, high;
+      load_rows(w + odd * 32, low, high);
 #pragma GCC unroll 8
       for (int t = 0; t < T; t++) {
         float value = x[t * k + i + odd];
@@ -48,7 +65,8 @@ static void panel(const float* x, const float* w, float* y, long n, long k) {
 }
 
 // All rows against one panel, at most six at a time: the panel comes from memory once and then from the first-level cache.
-static void rows_times_panel(const float* x, const float* w, float* y, long t, long n, long k) {
+template <typename W>
+static void rows_times_panel(const float* x, const W* w, float* y, long t, long n, long k) {
   while (t > 0) {
     long rows = t <= 6 ? t : (t < 12 ? (t + 1) / 2 : 6);
     switch (rows) {
@@ -65,9 +83,17 @@ static void rows_times_panel(const float* x, const float* w, float* y, long t, l
   }
 }
 
-// y[t, n] = sum over k of x[t, k] * w[n, k]; w in panels of 32 rows; n % 32 == 0, k % 2 == 0.
-extern "C" void sgl_linear(const float* x, const float* w, float* y, long t, long n, long k) {
+template <typename W>
+static void linear(const float* x, const W* w, float* y, long t, long n, long k) {
   for (long p = 0; p < n; p += 32) rows_times_panel(x, w + p * k, y + p, t, n, k);
+}
+
+// y[t, n] = sum over k of x[t, k] * w[n, k]; w in panels of 32 rows; n % 32 == 0, k % 2 == 0.
+extern "C" void sgl_linear(const float* x, const float* w, float* y, long t, long n, long k) { linear(x, w, y, t, n, k); }
+
+// The same over bfloat16 weights, rows i and i + 16 of a panel side by side.
+extern "C" void sgl_linear_bf16(const float* x, const bf16* w, float* y, long t, long n, long k) {
+  linear(x, w, y, t, n, k);
 }
 
 static inline float inverse_rms(const float* x, long d, float eps) {
@@ -201,11 +227,22 @@ extern "C" void sgl_attention(const float* q, const float* key, const float* val
   }
 }
 
+template <typename W>
+static void linear_groups(const float* x, const W* w, const long* groups, float* y, long batch, long count, long per,
+                          long k) {
+  for (long b = 0; b < batch; b++, x += k)
+    for (long i = 0; i < count; i++, y += per) linear(x, w + groups[b * count + i] * per * k, y, 1, per, k);
+}
+
 // y[b, i * per .. ] = rows of group groups[b * count + i] of w, times x[b]; w in panels of 32 rows, `per` rows a group.
 extern "C" void sgl_linear_groups(const float* x, const float* w, const long* groups, float* y, long batch, long count,
                                   long per, long k) {
-  for (long b = 0; b < batch; b++, x += k)
-    for (long i = 0; i < count; i++, y += per) sgl_linear(x, w + groups[b * count + i] * per * k, y, 1, per, k);
+  linear_groups(x, w, groups, y, batch, count, per, k);
+}
+
+extern "C" void sgl_linear_groups_bf16(const float* x, const bf16* w, const long* groups, float* y, long batch,
+                                       long count, long per, long k) {
+  linear_groups(x, w, groups, y, batch, count, per, k);
 }
 
 // x = cap * tanh(x / cap), in place.
