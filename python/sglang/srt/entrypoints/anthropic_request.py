@@ -18,7 +18,7 @@ from sglang.srt.entrypoints.translated_chat import (
 _SAME = (*EXTRA_FIELDS, "max_tokens", "model", "stream", "temperature", "top_p")
 # fields about the account of the caller or about caching; they cannot change an answer
 _NO_EFFECT = ("cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed")
-_FIELDS = (
+MESSAGE_FIELDS = (
     *_SAME,
     *_NO_EFFECT,
     "messages",
@@ -49,7 +49,7 @@ def parse_message_request(body: Mapping[str, Any], *, counts_only: bool = False)
 
     ``counts_only``: only its prompt is wanted, which needs no ``max_tokens``.
     """
-    check_fields(body, _FIELDS, _LATER)
+    check_fields(body, MESSAGE_FIELDS, _LATER)
     if body.get("max_tokens") is None and not counts_only:
         raise bad_field("max_tokens", "is missing: say how many tokens the answer may have")
     conversation = _parse_conversation(body)

@@ -16,7 +16,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 T = TypeVar("T")
 _MAX_COUNT = (1 << 31) - 1
 
-_FIELDS = (
+GENERATE_FIELDS = (
     "text",
     "input_ids",
     "sampling_params",
@@ -61,7 +61,7 @@ def selects_nothing(value: Any) -> bool:
 
 def parse_generate_request(body: Mapping[str, Any]) -> GenerateReqInput:
     """Check and normalise a request. ``ValueError`` names the field, its value and the fix."""
-    check_fields(body, _FIELDS, _LATER)
+    check_fields(body, GENERATE_FIELDS, _LATER)
     stream = body.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise ValueError(f"stream must be true or false, got {stream!r:.200}")

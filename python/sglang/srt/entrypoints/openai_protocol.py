@@ -16,7 +16,7 @@ from sglang.srt.sampling.logprobs import LogprobOptions, OutputOptions
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 # field of a request -> name in SamplingParams
-_SAMPLING_FIELDS: Mapping[str, str] = {
+SAMPLING_FIELDS: Mapping[str, str] = {
     "custom_params": "custom_params",
     "ebnf": "ebnf",
     "frequency_penalty": "frequency_penalty",
@@ -56,7 +56,7 @@ _NO_EFFECT = (
     "user",
 )
 _COMMON = (
-    *_SAMPLING_FIELDS,
+    *SAMPLING_FIELDS,
     *_NO_EFFECT,
     "custom_logit_processor",
     "logprobs",
@@ -69,7 +69,7 @@ _COMMON = (
     "stream",
     "stream_options",
 )
-_CHAT_FIELDS = (
+CHAT_FIELDS = (
     *_COMMON,
     "add_generation_prompt",
     "chat_template_kwargs",
@@ -85,7 +85,7 @@ _CHAT_FIELDS = (
     "tools",
     "top_logprobs",
 )
-_COMPLETION_FIELDS = (*_COMMON, "best_of", "echo", "prompt")
+COMPLETION_FIELDS = (*_COMMON, "best_of", "echo", "prompt")
 _LATER: Mapping[str, tuple[Any, ...]] = {
     "lora_path": (),
     "priority": (0,),
@@ -162,7 +162,7 @@ class CompletionRequest:
 
 def parse_chat_request(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
     """Check a chat request; ``defaults`` are sampling values for fields that it leaves out. Errors name the field."""
-    check_fields(body, _CHAT_FIELDS, _CHAT_LATER)
+    check_fields(body, CHAT_FIELDS, _CHAT_LATER)
     length_field = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     logprobs = _parse_chat_logprobs(body)
     options = _parse_options(body, {"max_new_tokens": None, **defaults}, length_field, logprobs)
@@ -221,7 +221,7 @@ def _parse_template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def parse_completion_request(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
     """Check a text completion request; see ``parse_chat_request``."""
-    check_fields(body, _COMPLETION_FIELDS, _COMPLETION_LATER)
+    check_fields(body, COMPLETION_FIELDS, _COMPLETION_LATER)
     echo = _flag(body, "echo", False)
     num_top = _num_top(body, "logprobs")
     logprobs = None if num_top is None else LogprobOptions(0 if echo else -1, num_top)
@@ -241,7 +241,7 @@ def parse_completion_request(body: Mapping[str, Any], defaults: Mapping[str, Any
 
 def in_openai_terms(error: ValueError, body: Mapping[str, Any]) -> ApiError:
     """An error about sampling in the names that an OpenAI request has for them."""
-    names = {internal: field for field, internal in _SAMPLING_FIELDS.items()}
+    names = {internal: field for field, internal in SAMPLING_FIELDS.items()}
     if body.get("max_completion_tokens") is not None:
         names["max_new_tokens"] = "max_completion_tokens"
     if body.get("response_format") is not None:
@@ -272,7 +272,7 @@ def _num_top(body: Mapping[str, Any], name: str) -> int | None:
 def _parse_options(
     body: Mapping[str, Any], defaults: Mapping[str, Any], length_field: str, logprobs: LogprobOptions | None
 ) -> RequestOptions:
-    given = {internal: body[field] for field, internal in _SAMPLING_FIELDS.items() if body.get(field) is not None}
+    given = {internal: body[field] for field, internal in SAMPLING_FIELDS.items() if body.get(field) is not None}
     if body.get(length_field) is not None:
         given["max_new_tokens"] = body[length_field]
     given |= _parse_response_format(body.get("response_format"), given)

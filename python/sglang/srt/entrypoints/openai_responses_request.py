@@ -26,7 +26,7 @@ _SAME = (
     "top_p",
     "user",
 )
-_FIELDS = (
+RESPONSE_FIELDS = (
     *_SAME,
     "include",
     "input",
@@ -68,7 +68,7 @@ def parse_response_request(body: Mapping[str, Any]) -> TranslatedRequest:
     for name, problem in _REFUSED.items():
         if not selects_nothing(body.get(name)):
             raise bad_field(name, problem)
-    check_fields({name: value for name, value in body.items() if name not in _REFUSED}, _FIELDS, {})
+    check_fields({name: value for name, value in body.items() if name not in _REFUSED}, RESPONSE_FIELDS, {})
     conversation = _parse_input(body)
     chat = {name: body[name] for name in _SAME if name in body}
     chat |= {"messages": conversation.messages, "max_tokens": body.get("max_output_tokens")}

@@ -16,6 +16,9 @@ from sglang.srt.entrypoints.parsers.base import OutputFormat, ParsedText, join_e
 from sglang.srt.entrypoints.responses import json_response, read_object
 from sglang.srt.server_args import ServerArgs
 
+CALL_TEXT_FIELDS = ("text", "tools", "tool_call_parser")
+THOUGHT_TEXT_FIELDS = ("text", "reasoning_parser")
+
 
 def parse_routes(server_args: ServerArgs) -> APIRouter:
     """Both routes. A request that names no parser is read with that of the server. Takes resolved arguments."""
@@ -24,7 +27,7 @@ def parse_routes(server_args: ServerArgs) -> APIRouter:
     @router.post("/parse_function_call")
     async def parse_function_call(request: Request) -> Response:
         body = await read_object(request)
-        check_fields(body, ("text", "tools", "tool_call_parser"), {})
+        check_fields(body, CALL_TEXT_FIELDS, {})
         parser = _named_format(body, "tool_call_parser", server_args.tool_call_parser)
         names = parse_tool_use({"tools": body.get("tools")}).names
         parsed = await _parse(body, parser, tools=True)
@@ -41,7 +44,7 @@ def parse_routes(server_args: ServerArgs) -> APIRouter:
     @router.post("/separate_reasoning")
     async def separate_reasoning(request: Request) -> Response:
         body = await read_object(request)
-        check_fields(body, ("text", "reasoning_parser"), {})
+        check_fields(body, THOUGHT_TEXT_FIELDS, {})
         parser = _named_format(body, "reasoning_parser", server_args.reasoning_parser)
         parsed = await _parse(body, parser, tools=False)
         return json_response({"reasoning_text": parsed.reasoning, "text": parsed.content})

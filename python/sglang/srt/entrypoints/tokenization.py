@@ -9,10 +9,13 @@ from typing import Any
 from sglang.srt.entrypoints.native_protocol import check_fields, parse_ids, parse_texts
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+TOKENIZE_FIELDS = ("model", "prompt", "add_special_tokens")
+DETOKENIZE_FIELDS = ("model", "tokens", "skip_special_tokens")
+
 
 async def tokenize_reply(manager: TokenizerManager, body: Mapping[str, Any]) -> dict[str, Any]:
     """Ids and their number for ``prompt``, a text or a list of texts."""
-    check_fields(body, ("model", "prompt", "add_special_tokens"), {})
+    check_fields(body, TOKENIZE_FIELDS, {})
     texts, is_single = parse_texts("prompt", body.get("prompt"))
     special = _flag(body, "add_special_tokens")
     tokens = [list(await manager.tokenize(text, "prompt", add_special_tokens=special)) for text in texts]
@@ -26,7 +29,7 @@ async def tokenize_reply(manager: TokenizerManager, body: Mapping[str, Any]) -> 
 
 async def detokenize_reply(manager: TokenizerManager, body: Mapping[str, Any]) -> dict[str, Any]:
     """The text of ``tokens``, a list of ids or a list of such lists."""
-    check_fields(body, ("model", "tokens", "skip_special_tokens"), {})
+    check_fields(body, DETOKENIZE_FIELDS, {})
     lists, is_single = parse_ids("tokens", body.get("tokens"))
     for ids in lists:
         manager.limits.check_vocabulary("tokens", ids)
