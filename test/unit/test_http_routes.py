@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,7 +24,10 @@ from sglang.srt.server_args_resolution import resolve_server_args
 
 RESOLVED = resolve_server_args(ServerArgs(model_path="tiny-gemma4", served_model_name="pet", device="cpu"))
 TOKENIZER = load_server_tokenizer(RESOLVED)
-ADMIN_PATHS = ("/flush_cache", "/abort_request", "/pause_generation", "/continue_generation")
+ADMIN_PATHS = (
+    *("/flush_cache", "/abort_request", "/pause_generation", "/continue_generation"),
+    *("/set_internal_state", "/get_internal_state", "/start_profile", "/stop_profile", "/update_weights_from_disk"),
+)
 Work = Callable[[httpx.AsyncClient], Awaitable[None]]
 
 
@@ -124,6 +128,28 @@ BAD = [
     ("/detokenize", {"tokens": [[1], [-1]]}, 400, "tokens has the token id -1", "tokens"),
     ("/detokenize", {"tokens": [1], "model": 5}, 404, "the model 5 does not exist", "model"),
     ("/pause_generation", {"mode": "in_place"}, 400, "mode must be 'abort', got 'in_place'", "mode"),
+    ("/start_profile", {"output_dir": "/tmp/x"}, 400, "output_dir cannot be chosen by a request", "output_dir"),
+    ("/start_profile", {"profile_prefix": "../x"}, 400, "profile_prefix is not a known field", "profile_prefix"),
+    ("/start_profile", {"num_steps": 0}, 400, "num_steps must be an integer from 1", "num_steps"),
+    ("/start_profile", {"start_step": True}, 400, "start_step must be an integer from 0", "start_step"),
+    ("/start_profile", {"activities": ["MEM"]}, 400, "activities must be a list of CPU and GPU", "activities"),
+    ("/start_profile", {"with_stack": 1}, 400, "with_stack must be true or false", "with_stack"),
+    ("/set_internal_state", {}, 400, "server_args must be an object", "server_args"),
+    ("/set_internal_state", {"server_args": []}, 400, "server_args must be an object", "server_args"),
+    ("/set_internal_state", {"args": {}}, 400, "args is not a known field", "args"),
+    *(
+        ("/set_internal_state", {"server_args": {name: value}}, 400, f"server_args.{name} cannot be changed", None)
+        for name, value in [("api_key", "x"), ("model_path", "/"), ("bogus", 1), ("update_weights_dir", "/")]
+    ),
+    ("/set_internal_state", {"server_args": {"stream_interval": 0}}, 400, "--stream-interval must be", None),
+    ("/set_internal_state", {"server_args": {"log_requests": "yes"}}, 400, "--log-requests must be true or", None),
+    ("/update_weights_from_disk", {}, 400, "model_path must be a checkpoint directory under", "model_path"),
+    ("/update_weights_from_disk", {"model_path": 5}, 400, "model_path must be a checkpoint", "model_path"),
+    ("/update_weights_from_disk", {"model_path": "a\0b"}, 400, "model_path must be a checkpoint", "model_path"),
+    ("/update_weights_from_disk", {"model_path": "x", "load_format": "pt"}, 400, "load_format must be", "load_format"),
+    ("/update_weights_from_disk", {"model_path": "x", "is_async": True}, 400, "is_async is not supported", "is_async"),
+    ("/update_weights_from_disk", {"model_path": ".", "draft_model_path": "."}, 400, "draft_model_path must", None),
+    ("/update_weights_from_disk", {"model_path": ".", "abort_all_requests": 1}, 400, "abort_all_requests must", None),
 ]
 
 
@@ -133,7 +159,7 @@ def test_bad_bodies() -> None:
             reply = await client.post(path, content=json.dumps(body).encode())
             error = reply.json()["error"]
             assert reply.status_code == status and message in error["message"], (path, body, error)
-            assert error["param"] == param
+            assert error["param"] == param or param is None
         assert (await client.get("/ready")).status_code == 200, "a bad request paused the server"
 
     _run(work)
@@ -154,6 +180,94 @@ def test_no_page_of_another_site_may_ask() -> None:
             assert not [name for name in reply.headers if name.startswith("access-control")]
 
     _run(work)
+
+
+def test_pages_of_named_sites_may_ask() -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        for origin, is_allowed in (("https://a.org", True), ("https://b.org:8443", True), ("https://c.org", False)):
+            headers = {"Origin": origin, "Authorization": "Bearer user"}
+            asked = headers | {
+                "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Headers": "authorization,content-type",
+            }
+            del asked["Authorization"]  # browsers ask first without it
+            replies = [
+                await client.options("/generate", headers=asked),
+                await client.get("/v1/models", headers=headers),
+            ]
+            # a page may read why it was refused
+            replies.append(await client.get("/v1/models", headers={"Origin": origin}))
+            assert replies[-1].status_code == 401 and replies[1].status_code == 200
+            for reply in replies:
+                allowed = reply.headers.get("access-control-allow-origin")
+                assert allowed == (origin if is_allowed else None), (origin, reply.headers)
+                assert "access-control-allow-credentials" not in reply.headers
+
+    _run(work, allowed_origins="https://a.org, https://b.org:8443", api_key="user")
+
+
+def test_settings_change_while_the_server_runs(caplog: pytest.LogCaptureFixture) -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        assert (await client.get("/get_internal_state")).json() == [{"running": 0}]
+        body = {"input_ids": [50], "sampling_params": {"max_new_tokens": 2}, "rid": "quiet"}
+        changes = {"log_requests": True, "log_requests_level": 3, "stream_interval": 7, "max_running_requests": 2}
+        await client.post("/generate", json=body)
+        assert (await client.post("/set_internal_state", json={"server_args": changes})).json() == [True]
+        await client.post("/generate", json=body | {"rid": "loud"})
+        info = (await client.get("/server_info")).json()
+        assert {name: info[name] for name in changes} == changes
+        off = {"log_requests": False, "max_running_requests": None}
+        assert (await client.put("/set_internal_state", json={"server_args": off})).json() == [True]
+        await client.post("/generate", json=body | {"rid": "off"})
+        assert (await client.get("/server_info")).json()["max_running_requests"] is None
+        logged = [record.getMessage() for record in caplog.records if "rid=" in record.getMessage()]
+        assert len(logged) == 2 and all('rid="loud"' in line for line in logged) and "input_ids=[50]" in logged[0]
+
+    with caplog.at_level("INFO"):
+        _run(work)
+
+
+def test_weights_come_only_from_where_they_may(tmp_path: Path) -> None:
+    root = tmp_path / "weights"
+    for folder in (root / "good", tmp_path / "outside"):
+        folder.mkdir(parents=True)
+    (root / "link").symlink_to(tmp_path / "outside")
+    (root / "file").write_text("x")
+    allowed = ["good", "good/../good", str(root / "good"), RESOLVED.model_path]
+    refused = [
+        "link",
+        "../outside",
+        str(tmp_path / "outside"),
+        "file",
+        "none",
+        "/etc",
+        "~",
+        "/proc/self/cwd",
+        "a" * 5000,
+    ]
+
+    async def work(client: httpx.AsyncClient) -> None:
+        said = set()
+        for name in refused:
+            reply = await client.post("/update_weights_from_disk", json={"model_path": name})
+            assert reply.status_code == 400, name
+            said.add(reply.json()["error"]["message"].partition(", got ")[0])
+        assert len(said) == 1, "what is refused tells whether it is there"
+        for name in allowed:
+            reply = await client.post("/update_weights_from_disk", json={"model_path": name})
+            assert reply.status_code == 200, (name, reply.text)
+            assert reply.json() == {
+                "success": True,
+                "message": "Succeeded to update model weights.",
+                "num_paused_requests": 0,
+            }
+        assert (await client.get("/model_info")).json()["model_path"] == RESOLVED.model_path
+        good = str((root / "good").resolve())
+        await client.post("/update_weights_from_disk", json={"model_path": "good", "flush_cache": True})
+        assert (await client.get("/model_info")).json()["model_path"] == good
+        assert (await client.get("/ready")).status_code == 200
+
+    _run(work, update_weights_dir=str(root.resolve()))
 
 
 def test_pausing_aborts_and_holds_until_it_is_continued() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -15,7 +18,9 @@ from fixtures.echo_scheduler import INFO, EchoScheduler
 from sglang.srt.entrypoints.native_protocol import generate_events, generate_reply, parse_generate_request
 from sglang.srt.managers.channel import ZmqManagerChannel, ZmqSchedulerChannel, make_memory_channel
 from sglang.srt.managers.generate_output import RequestFailedError
+from sglang.srt.managers.intake import RefusedError
 from sglang.srt.managers.io_struct import AbortReq, ControlReq, SchedulerReady, TokenizedGenerateReqInput
+from sglang.srt.managers.request_logger import RequestLogger
 from sglang.srt.managers.tokenizer_manager import SchedulerDiedError, TokenizerManager
 from sglang.srt.server_args import PortArgs
 from sglang.srt.utils.embedded import EMBEDDED_MODELS
@@ -27,7 +32,7 @@ Work = Callable[[TokenizerManager, EchoScheduler], Awaitable[None]]
 
 @asynccontextmanager
 async def _manager(
-    kind: str, *, log_requests: bool = False, allow_auto_truncate: bool = False, **echo: Any
+    kind: str, *, request_logger: RequestLogger | None = None, allow_auto_truncate: bool = False, **echo: Any
 ) -> AsyncIterator[tuple[TokenizerManager, EchoScheduler]]:
     ports = PortArgs.init_new()
     if kind == "memory":
@@ -40,7 +45,7 @@ async def _manager(
     ready = await channel.recv()
     assert isinstance(ready, SchedulerReady)
     manager = TokenizerManager(
-        channel, TOKENIZER, ready, log_requests=log_requests, allow_auto_truncate=allow_auto_truncate
+        channel, TOKENIZER, ready, request_logger=request_logger, allow_auto_truncate=allow_auto_truncate
     )
     manager.start()
     try:
@@ -272,16 +277,130 @@ def test_a_bos_of_the_text_is_not_doubled(run: Callable[..., None]) -> None:
     run(work)
 
 
-def test_requests_are_logged_when_that_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+def _logged(caplog: pytest.LogCaptureFixture, level: int, **body: Any) -> list[dict[str, Any]]:
+    """What lines of a request hold, by name."""
+
     async def main() -> None:
-        async with _manager("memory", log_requests=True) as (manager, _):
-            await _reply(manager, input_ids=[50], sampling_params=_params(), rid="mine")
+        logger = RequestLogger(level, as_json=False)
+        async with _manager("memory", request_logger=logger, allow_auto_truncate=True) as (manager, _):
+            await _reply(manager, sampling_params=_params(), **body)
+
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        asyncio.run(main())
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert [line.partition(": ")[0] for line in lines] == ["Receive", "Finish"]
+    pairs = [line.partition(": ")[2] for line in lines]
+    return [json.loads("{" + re.sub(r"(^|, )(\w+)=", r'\1"\2": ', pair) + "}") for pair in pairs]
+
+
+def test_requests_are_logged_when_that_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    receive, finish = _logged(caplog, 0, text="<bos>secret", rid="mine\n[2026] forged")
+    assert receive == {"rid": "mine\n[2026] forged", "prompt_tokens": receive["prompt_tokens"], "stream": False}
+    assert finish["finish_reason"] == {"type": "length", "length": 6} and finish["completion_tokens"] == 6
+    times = {"e2e_latency", "ttft", "queue_time", "cached_tokens", "spec_verify_ct", "spec_accept_length"}
+    assert set(finish) == {"rid", "prompt_tokens", "completion_tokens", "finish_reason"} | times
+    assert "secret" not in caplog.text
+    receive, _ = _logged(caplog, 1, text="<bos>secret")
+    assert receive["sampling_params"]["max_new_tokens"] == 6 and "secret" not in caplog.text
+    receive, finish = _logged(caplog, 2, text="secret" * 400)
+    assert receive["text"] == ("secret" * 400)[:2048] and "output_text" in finish
+    receive, finish = _logged(caplog, 3, text="secret" * 400)
+    assert receive["text"] == "secret" * 400
+    # what the scheduler echoes is the beginning of the prompt
+    assert finish["output_text"] and receive["text"].startswith(finish["output_text"].strip())
+    receive, _ = _logged(caplog, 3, input_ids=[50, 51])
+    assert receive["input_ids"] == [50, 51]
+
+
+def test_a_client_that_goes_away_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        logger = RequestLogger(0, as_json=False)
+        async with _manager("memory", request_logger=logger, step_s=0.001) as (manager, _):
+            body = {"input_ids": [50], "stream": True, "sampling_params": _params(max_new_tokens=60)}
+            async with aclosing(generate_events(manager, parse_generate_request(body))) as events:
+                await anext(events)
+            await manager.wait_idle()
 
     with caplog.at_level("INFO"):
         asyncio.run(main())
-    receive, finish = (record.getMessage() for record in caplog.records if record.levelname == "INFO")
-    assert receive.startswith("Receive: mine, 1 tokens, SamplingParams(max_new_tokens=6")
-    assert finish.startswith("Finish: {'id': 'mine'")
+    assert "the client went away" in caplog.text and '"type": "abort"' in caplog.text
+
+
+def test_json_lines_are_nothing_but_json(capfd: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        async with _manager("memory", request_logger=RequestLogger(2, as_json=True)) as (manager, _):
+            await _reply(manager, text="a\nb", sampling_params=_params())
+
+    before = logging.getLogger().level
+    logging.getLogger().setLevel("INFO")
+    try:
+        asyncio.run(main())
+    finally:
+        logging.getLogger().setLevel(before)
+    received, finished = map(json.loads, capfd.readouterr().err.splitlines())
+    assert (received["event"], finished["event"]) == ("request.received", "request.finished")
+    assert received["rid"] == finished["rid"] and received["text"] == "a\nb"
+    assert received["timestamp"].endswith("+00:00")
+
+
+def test_requests_wait_for_a_pause_and_then_all_pass(run: Callable[..., None]) -> None:
+    async def work(manager: TokenizerManager, scheduler: EchoScheduler) -> None:
+        assert manager.closed_because is None
+        for _ in range(2):  # pausing twice is pausing
+            assert manager.pause_generation() == 0
+        waiting = [
+            asyncio.ensure_future(_reply(manager, input_ids=[60 + i], sampling_params=_params())) for i in range(20)
+        ]
+        await manager.control("ping")
+        assert not any(task.done() for task in waiting) and not scheduler.running
+        assert "paused" in (manager.closed_because or "")
+        manager.continue_generation()
+        replies = await asyncio.gather(*waiting)
+        assert [reply["output_ids"][0] for reply in replies] == [60 + i for i in range(20)]
+
+    run(work)
+
+
+def test_weights_are_updated_when_nothing_runs(run: Callable[..., None]) -> None:
+    async def work(manager: TokenizerManager, scheduler: EchoScheduler) -> None:
+        long = asyncio.ensure_future(
+            _reply(manager, input_ids=[50], sampling_params=_params(max_new_tokens=50, ignore_eos=True))
+        )
+        while not scheduler.running:
+            await manager.control("ping")
+        updates = [asyncio.ensure_future(manager.update_weights(f"/{i}", None, abort=False)) for i in range(2)]
+        while manager.closed_because is None:
+            await manager.control("ping")
+        assert manager.closed_because == "weights are being updated"
+        late = asyncio.ensure_future(_reply(manager, input_ids=[51], sampling_params=_params()))
+        (num_running, message), (_, again) = [await update for update in updates]
+        assert num_running == 1 and message == again == ""
+        assert (await long)["meta_info"]["completion_tokens"] == 50
+        assert (await late)["output_ids"][0] == 51 and manager.closed_because is None
+        kinds = [msg.action if isinstance(msg, ControlReq) else msg.rid for msg in scheduler.log]
+        order = [kind for kind in kinds if kind != "ping"]
+        # one after the other, and a request that came meanwhile is behind them or between them
+        assert order[1] == "update_weights" and order.count("update_weights") == 2
+        (first, _) = (msg for msg in scheduler.log if isinstance(msg, ControlReq) and msg.action == "update_weights")
+        assert first.data == {"model_path": "/0", "draft_model_path": None}
+
+    run(work, step_s=0.002)
+
+
+def test_who_waits_hears_that_the_server_ends(run: Callable[..., None]) -> None:
+    async def work(manager: TokenizerManager, scheduler: EchoScheduler) -> None:
+        manager.pause_generation()
+        waiting = asyncio.ensure_future(_reply(manager, input_ids=[60], sampling_params=_params()))
+        await manager.control("ping")
+        manager.refuse_requests("the server is shutting down")
+        with pytest.raises(RefusedError, match="shutting down"):
+            await waiting
+        with pytest.raises(RefusedError, match="shutting down"):
+            await _reply(manager, input_ids=[60], sampling_params=_params())
+        await manager.wait_idle()
+
+    run(work)
 
 
 def test_hundreds_of_requests_at_once(run: Callable[..., None]) -> None:

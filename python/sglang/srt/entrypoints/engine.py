@@ -8,15 +8,18 @@ import concurrent.futures
 import logging
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from transformers import PreTrainedTokenizerFast
 
+from sglang.srt.entrypoints.admin_routes import parse_profile
 from sglang.srt.entrypoints.native_protocol import generate_events, generate_reply, parse_generate_request
-from sglang.srt.entrypoints.server_state import get_server_info, load_server_tokenizer
+from sglang.srt.entrypoints.server_state import ServerState, load_server_tokenizer
 from sglang.srt.managers.channel import MemorySchedulerChannel, make_memory_channel
 from sglang.srt.managers.io_struct import ControlReq, GenerateReqInput, SchedulerReady
+from sglang.srt.managers.request_logger import make_request_logger
 from sglang.srt.managers.scheduler import run_scheduler
 from sglang.srt.managers.tokenizer_manager import SchedulerDiedError, TokenizerManager
 from sglang.srt.server_args import ServerArgs
@@ -48,6 +51,7 @@ class Engine:
         try:
             tokenizer = load_server_tokenizer(self.server_args)
             self._manager = self._wait(self._start(tokenizer))
+            self._state = ServerState(self.server_args, self._manager)
         except BaseException:
             self._stop_threads()
             raise
@@ -133,7 +137,30 @@ class Engine:
 
     def get_server_info(self) -> dict[str, Any]:
         """What ``/server_info`` replies."""
-        return self._wait(get_server_info(self.server_args, self._manager))
+        return self._wait(self._state.info())
+
+    def update_weights_from_disk(
+        self, model_path: str, draft_model_path: str | None = None, abort_all_requests: bool = False
+    ) -> tuple[bool, str]:
+        """Serve weights of the same shape from other directories, once what runs has ended, or after its abort.
+
+        Whether it was done, and why not; then the former weights still serve.
+        """
+        draft = None if draft_model_path is None else Path(draft_model_path)
+        update = self._wait(self._state.update_weights(Path(model_path), draft, abort=abort_all_requests))
+        return not update.message, update.message
+
+    def start_profile(self, **options: Any) -> str:
+        """Trace scheduler steps, with the fields of ``/start_profile``; the folder that the trace will be in."""
+        return self._wait(self._state.start_profile(parse_profile(options)))
+
+    def stop_profile(self) -> str:
+        """End the trace; its file."""
+        return self._wait(self._state.stop_profile())
+
+    def encode(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: ``ValueError``."""
+        raise ValueError("Engine.encode is not supported: this engine generates text, its models give no embeddings")
 
     def flush_cache(self) -> bool:
         """Forget all cached prefixes; False when requests are running."""
@@ -182,7 +209,7 @@ class Engine:
             tokenizer,
             ready,
             allow_auto_truncate=self.server_args.allow_auto_truncate,
-            log_requests=self.server_args.log_requests,
+            request_logger=make_request_logger(self.server_args),
         )
         manager.start()
         return manager

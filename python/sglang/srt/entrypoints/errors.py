@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from sglang.srt.managers.generate_output import RequestFailedError
+from sglang.srt.managers.intake import RefusedError
 from sglang.srt.managers.tokenizer_manager import SchedulerDiedError
 
 _TYPES = {
@@ -63,6 +64,8 @@ def to_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestFailedError):
         return ApiError(error.status, str(error), code="queue_full" if error.status == 503 else None)
+    if isinstance(error, RefusedError):
+        return ApiError(503, str(error), code="shutting_down")
     if isinstance(error, SchedulerDiedError):
         return ApiError(500, str(error), code="engine_dead")
     if isinstance(error, ValueError):

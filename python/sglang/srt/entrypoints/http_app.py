@@ -6,10 +6,12 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
+from sglang.srt.entrypoints.admin_routes import admin_routes
 from sglang.srt.entrypoints.anthropic_messages import messages_routes
 from sglang.srt.entrypoints.auth import ApiKeyMiddleware
 from sglang.srt.entrypoints.errors import ApiError
@@ -26,7 +28,7 @@ from sglang.srt.entrypoints.responses import (
     read_object,
     while_connected,
 )
-from sglang.srt.entrypoints.server_state import get_server_info
+from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.entrypoints.tokenization import detokenize_reply, tokenize_reply
 from sglang.srt.entrypoints.warmup import probe_request
 from sglang.srt.managers.tokenizer_manager import SchedulerDiedError, TokenizerManager
@@ -42,7 +44,7 @@ _METRICS_S = 5.0
 class Context:
     """What the routes work with. ``metrics`` is None when there are none to show."""
 
-    server_args: ServerArgs
+    state: ServerState
     manager: TokenizerManager
     openai: OpenAIServing
     metrics: ServerMetrics | None
@@ -51,7 +53,8 @@ class Context:
 
 def build_app(server_args: ServerArgs, manager: TokenizerManager, metrics: ServerMetrics | None) -> FastAPI:
     """All routes over a running manager; ``metrics`` observes it."""
-    ctx = Context(server_args, manager, OpenAIServing(server_args, manager), metrics, int(time.time()))
+    state = ServerState(server_args, manager)
+    ctx = Context(state, manager, OpenAIServing(server_args, manager), metrics, int(time.time()))
     app = FastAPI(title="sglang", version=__version__)
     _add_generation(app, ctx)
     app.include_router(responses_routes(manager, ctx.openai))
@@ -61,7 +64,7 @@ def build_app(server_args: ServerArgs, manager: TokenizerManager, metrics: Serve
     _add_models(app, ctx)
     _add_health(app, ctx)
     _add_metrics(app, ctx)
-    administration = _administration(ctx)
+    administration = admin_routes(manager, ctx.state)
     app.include_router(administration)
     app.include_router(playground_router())
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -74,6 +77,14 @@ def build_app(server_args: ServerArgs, manager: TokenizerManager, metrics: Serve
             api_key=server_args.api_key,
             admin_api_key=server_args.admin_api_key,
             admin_paths=[route.path for route in administration.routes if isinstance(route, APIRoute)],
+        )
+    if server_args.cors_origins:
+        # around everything else: a page has to see refusals too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=server_args.cors_origins,
+            allow_methods=["GET", "POST", "PUT"],
+            allow_headers=["*"],
         )
     return app
 
@@ -143,8 +154,8 @@ def _add_models(app: FastAPI, ctx: Context) -> None:
     async def model_info() -> Response:
         return json_response(
             {
-                "model_path": ctx.server_args.model_path,
-                "tokenizer_path": ctx.server_args.tokenizer_path,
+                "model_path": ctx.state.args.model_path,
+                "tokenizer_path": ctx.state.args.tokenizer_path,
                 "served_model_name": ctx.openai.model_name,
                 "is_generation": True,
                 "preferred_sampling_params": None,
@@ -157,7 +168,7 @@ def _add_models(app: FastAPI, ctx: Context) -> None:
     @app.get("/get_server_info")
     @app.get("/server_info")
     async def server_info() -> Response:
-        return json_response(await get_server_info(ctx.server_args, ctx.manager))
+        return json_response(await ctx.state.info())
 
 
 def _add_health(app: FastAPI, ctx: Context) -> None:
@@ -187,10 +198,8 @@ def _add_health(app: FastAPI, ctx: Context) -> None:
 
 def _check_ready(ctx: Context) -> None:
     """``ApiError`` 503 when a request would not be served now."""
-    if ctx.manager.died is not None:
-        raise ApiError(503, ctx.manager.died)
-    if ctx.manager.is_paused:
-        raise ApiError(503, "generation is paused: POST /continue_generation lets requests through")
+    if ctx.manager.closed_because is not None:
+        raise ApiError(503, ctx.manager.closed_because)
 
 
 def _add_metrics(app: FastAPI, ctx: Context) -> None:
@@ -205,42 +214,6 @@ def _add_metrics(app: FastAPI, ctx: Context) -> None:
         accept = request.headers.get("accept", "")
         page, content_type = ctx.metrics.render(accept, None if reply is None else reply.data)
         return Response(page, headers={"Content-Type": content_type})
-
-
-def _administration(ctx: Context) -> APIRouter:
-    """Routes that act on the whole server."""
-    router = APIRouter()
-
-    @router.api_route("/flush_cache", methods=["GET", "POST"])
-    async def flush_cache() -> Response:
-        reply = await ctx.manager.control("flush_cache")
-        return json_response(
-            {"success": reply.ok, "message": reply.message or "the cache is empty"}, 200 if reply.ok else 400
-        )
-
-    @router.post("/abort_request")
-    async def abort_request(request: Request) -> Response:
-        body = await read_object(request)
-        rid, abort_all = body.get("rid"), body.get("abort_all", False)
-        if not isinstance(abort_all, bool):
-            raise ValueError(f"abort_all must be true or false, got {abort_all!r:.200}")
-        if not abort_all and not (isinstance(rid, str) and rid):
-            raise ValueError(f"rid must name a request, or abort_all must be true, got {rid!r:.200}")
-        return json_response({"aborted": ctx.manager.abort_request(rid, abort_all=abort_all)})
-
-    @router.post("/pause_generation")
-    async def pause_generation(request: Request) -> Response:
-        mode = (await read_object(request, may_be_empty=True)).get("mode", "abort")
-        if mode != "abort":
-            raise ValueError(f"mode must be 'abort', got {mode!r:.200}: running requests cannot be kept")
-        return json_response({"status": "ok", "aborted": ctx.manager.pause_generation()})
-
-    @router.post("/continue_generation")
-    async def continue_generation() -> Response:
-        ctx.manager.continue_generation()
-        return json_response({"status": "ok"})
-
-    return router
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

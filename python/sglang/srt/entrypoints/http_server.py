@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
 import sys
@@ -18,13 +19,16 @@ from sglang.srt.entrypoints.launch import SchedulerProcess
 from sglang.srt.entrypoints.prometheus import ServerMetrics
 from sglang.srt.entrypoints.server_state import load_server_tokenizer
 from sglang.srt.entrypoints.warmup import ready_message, warm_up
+from sglang.srt.managers.intake import RefusedError
+from sglang.srt.managers.request_logger import make_request_logger
 from sglang.srt.managers.request_observer import RequestObserver
 from sglang.srt.managers.tokenizer_manager import SchedulerDiedError, TokenizerManager
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
-_GRACEFUL_SHUTDOWN_S = 5
+# for connections whose requests have ended, but whose clients have not read everything
+_LAST_BYTES_S = 5
 
 
 class ServerError(Exception):
@@ -37,6 +41,37 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _Shutdown:
+    """The end of a server that serves: requests finish in time, or are aborted, so that every stream has an end."""
+
+    def __init__(self, server: _Server, manager: TokenizerManager, timeout_s: float) -> None:
+        self._server = server
+        self._manager = manager
+        self._timeout_s = timeout_s
+        self._waiting: asyncio.Task[None] | None = None
+
+    def on_signal(self) -> None:
+        """The first one lets requests finish, the second one does not, the third one lets nothing."""
+        if self._waiting is None:
+            self._server.should_exit = True
+            self._manager.refuse_requests("the server is shutting down")
+            self._waiting = asyncio.get_running_loop().create_task(self._finish())
+        elif not self._waiting.done():
+            self._waiting.cancel()
+            self._abort()
+        else:
+            self._server.force_exit = True
+
+    async def _finish(self) -> None:
+        try:
+            await asyncio.wait_for(self._manager.wait_idle(), self._timeout_s)
+        except asyncio.TimeoutError:
+            self._abort()
+
+    def _abort(self) -> None:
+        logger.warning("shutting down: %d requests are aborted", self._manager.abort_request(abort_all=True))
 
 
 def launch_server(server_args: ServerArgs) -> None:
@@ -69,17 +104,15 @@ def _listening_socket(server_args: ServerArgs) -> socket.socket:
 
 async def _launch(server_args: ServerArgs, listener: socket.socket) -> None:
     """Start-up, serving and clean-up; a signal before the server listens cancels this task, later it stops it."""
-    server: _Server | None = None
+    shutdown: _Shutdown | None = None
     main_task = asyncio.current_task()
     assert main_task is not None
 
     def on_signal() -> None:
-        if server is None:
+        if shutdown is None:
             main_task.cancel()
         else:
-            # a second signal does not wait for running requests
-            server.force_exit = server.should_exit
-            server.should_exit = True
+            shutdown.on_signal()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
@@ -92,8 +125,9 @@ async def _launch(server_args: ServerArgs, listener: socket.socket) -> None:
         )
         manager = await _start_manager(server_args, scheduler, metrics)
         server = _Server(_uvicorn_config(server_args, build_app(server_args, manager, metrics)))
+        shutdown = _Shutdown(server, manager, server_args.shutdown_timeout)
         await _serve(server_args, server, manager, scheduler, listener)
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, RefusedError):
         logger.info("stopped before the server was ready")
     finally:
         scheduler.stop()
@@ -110,7 +144,7 @@ async def _start_manager(
         tokenizer,
         ready,
         allow_auto_truncate=server_args.allow_auto_truncate,
-        log_requests=server_args.log_requests,
+        request_logger=make_request_logger(server_args),
         observer=observer,
     )
     manager.start()
@@ -155,5 +189,5 @@ def _uvicorn_config(server_args: ServerArgs, app: FastAPI) -> uvicorn.Config:
         log_config=None,
         log_level="warning" if server_args.log_level == "info" else server_args.log_level,
         access_log=server_args.log_level == "debug",
-        timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_S,
+        timeout_graceful_shutdown=math.ceil(server_args.shutdown_timeout) + _LAST_BYTES_S,
     )

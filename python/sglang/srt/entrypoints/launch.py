@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 
+from sglang.srt.distributed.parallel_state import TpRank
 from sglang.srt.managers.channel import ZmqManagerChannel
 from sglang.srt.managers.io_struct import ControlReq, SchedulerReady
 from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.managers.tokenizer_manager import SchedulerDiedError
+from sglang.srt.managers.watchdog import HUNG_EXIT_STATUS
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 _PR_SET_PDEATHSIG = 1
@@ -22,21 +27,34 @@ _LAST_WORDS_S = 1.0
 
 
 class SchedulerProcess:
-    """Starts when made. ``stop`` must be called in the end; if this process dies first, the kernel ends the other."""
+    """The scheduler of every rank on this machine, each in a process of its own. They start when this is made.
+
+    ``stop`` must be called in the end; if this process dies first, the kernel ends the others.
+    """
 
     def __init__(self, server_args: ServerArgs) -> None:
         self._port_args = PortArgs.init_new()
         self.channel = ZmqManagerChannel(self._port_args)
         # a fresh interpreter: a fork would copy the threads' locks of the libraries loaded here
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=_run, args=(server_args, self._port_args, os.getpid()), name="sglang-scheduler", daemon=True
-        )
-        self._process.start()
+        context = multiprocessing.get_context("spawn")
+        self._ranks = {
+            rank.rank: context.Process(
+                target=_run,
+                args=(server_args, self._port_args, rank, os.getpid()),
+                name=f"sglang-scheduler-{rank.rank}",
+                daemon=True,
+            )
+            for rank in _ranks_here(server_args, self._port_args.folder)
+        }
+        for process in self._ranks.values():
+            process.start()
 
     @property
     def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
+        """Of the first rank here."""
+        pid = next(iter(self._ranks.values())).pid
+        assert pid is not None
+        return pid
 
     async def wait_ready(self) -> SchedulerReady:
         """The scheduler's first message. ``SchedulerDiedError`` with the reason when the start failed."""
@@ -59,41 +77,61 @@ class SchedulerProcess:
         return ready
 
     def watch(self, on_end: Callable[[str], None]) -> None:
-        """Call ``on_end`` with the cause, on the running loop, when the process ends."""
-        loop = asyncio.get_running_loop()
+        """Call ``on_end`` with the cause, on the running loop, when one of the processes ends."""
 
         def ended() -> None:
-            loop.remove_reader(self._process.sentinel)
+            self.unwatch()
             on_end(self._how_it_ended())
 
-        loop.add_reader(self._process.sentinel, ended)
+        for process in self._ranks.values():
+            asyncio.get_running_loop().add_reader(process.sentinel, ended)
 
     def unwatch(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        for process in self._ranks.values():
+            asyncio.get_running_loop().remove_reader(process.sentinel)
 
     def stop(self) -> None:
-        """Ask the process to end, insist, and wait until it has; then remove the sockets."""
-        self.channel.send(ControlReq("shutdown", "shutdown"))
-        self._process.join(_SHUTDOWN_S)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        """Ask the processes to end, insist, and wait until they have; then remove the sockets."""
+        if all(process.is_alive() for process in self._ranks.values()):
+            self.channel.send(ControlReq("shutdown", "shutdown"))
+            deadline = time.monotonic() + _SHUTDOWN_S
+            for process in self._ranks.values():
+                process.join(max(0.0, deadline - time.monotonic()))
+        for process in self._ranks.values():  # without one of them, the others wait for it
+            if process.is_alive():
+                process.kill()
+            process.join()
         self.channel.close()
         self._port_args.remove()
 
     def _how_it_ended(self) -> str:
-        self._process.join(_LAST_WORDS_S)
-        code = self._process.exitcode
+        """Of the process that ended first, as far as can be told: one that a signal ended did not follow another."""
+        multiprocessing.connection.wait([process.sentinel for process in self._ranks.values()], _LAST_WORDS_S)
+        for process in self._ranks.values():
+            process.join(0)
+        codes = {rank: process.exitcode for rank, process in self._ranks.items() if process.exitcode is not None}
+        rank, code = min(codes.items(), key=lambda item: (item[1] >= 0, item[1] == 0), default=(0, None))
+        name = "the scheduler" if len(self._ranks) == 1 else f"the scheduler of rank {rank}"
         if code is not None and code < 0:
-            return f"the scheduler process was ended by {signal.Signals(-code).name}"
-        return f"the scheduler process ended with exit status {code}; its log above says why"
+            return f"{name} process was ended by {signal.Signals(-code).name}"
+        if code == HUNG_EXIT_STATUS:
+            return f"{name} hung for longer than --watchdog-timeout and was ended; its log above names the stage"
+        return f"{name} process ended with exit status {code}; its log above says why"
 
 
-def _run(server_args: ServerArgs, port_args: PortArgs, parent_pid: int) -> None:
+def _ranks_here(args: ServerArgs, folder: Path) -> list[TpRank]:
+    """``folder``: where the ranks of a single machine meet."""
+    num = args.tp_size // args.nnodes
+    rendezvous = f"file://{folder}/rendezvous" if args.dist_init_addr is None else f"tcp://{args.dist_init_addr}"
+    first = args.node_rank * num
+    return [TpRank(first + i, args.tp_size, i, num, rendezvous, args.dist_timeout) for i in range(num)]
+
+
+def _run(server_args: ServerArgs, port_args: PortArgs, rank: TpRank, parent_pid: int) -> None:
     """Body of the process. Both signals often reach all processes of a server; the parent decides what they mean."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         return  # the parent died before the kernel knew whom to watch
-    run_scheduler_process(server_args, port_args)
+    run_scheduler_process(server_args, port_args, rank)

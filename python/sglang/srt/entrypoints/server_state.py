@@ -1,16 +1,33 @@
-"""What the HTTP server and the in-process engine say about themselves, and load alike."""
+"""What the HTTP server and the in-process engine say about themselves, load, and change while they run, alike."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from sglang.srt.managers.profiler import ProfileOptions
+from sglang.srt.managers.request_logger import make_request_logger
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_transformers.tokenizer import load_tokenizer
 from sglang.version import __version__
+
+# arguments that may change while a server runs; the rest shapes memory, models or processes
+_OF_SCHEDULER = (
+    "max_running_requests",
+    "max_queued_requests",
+    "schedule_conservativeness",
+    "stream_interval",
+    "decode_log_interval",
+)
+_OF_LOG = ("log_requests", "log_requests_level")
+SETTABLE = (*_OF_SCHEDULER, *_OF_LOG)
+# a trace of many steps takes long to write
+_PROFILE_S = 600.0
 
 
 def load_server_tokenizer(server_args: ServerArgs) -> PreTrainedTokenizerFast:
@@ -22,15 +39,74 @@ def load_server_tokenizer(server_args: ServerArgs) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-async def get_server_info(server_args: ServerArgs, manager: TokenizerManager) -> dict[str, Any]:
-    """Settings without secrets, facts of the scheduler now, and the result of an integrity check of its memory."""
-    state = await manager.control("server_info")
-    integrity = await manager.control("check_integrity")
-    return {
-        **server_args.public_dict(),
-        **manager.scheduler_info,
-        "internal_states": [state.data],
-        "integrity": {"ok": integrity.ok, "message": integrity.message, **integrity.data},
-        "num_pending_requests": manager.num_pending,
-        "version": __version__,
-    }
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """Outcome of an update. ``message`` says why it was not done; ``num_paused``: sequences that were running."""
+
+    message: str
+    num_paused: int
+
+
+class ServerState:
+    """A running server as a whole: its arguments as they are now, and its scheduler."""
+
+    def __init__(self, server_args: ServerArgs, manager: TokenizerManager) -> None:
+        self._args = server_args
+        self._manager = manager
+
+    @property
+    def args(self) -> ServerArgs:
+        """As the server was started, but for what was changed since."""
+        return self._args
+
+    async def info(self) -> dict[str, Any]:
+        """Settings without secrets, facts of the scheduler now, and the result of an integrity check of its memory."""
+        integrity = await self._manager.control("check_integrity")
+        return {
+            **self._args.public_dict(),
+            **self._manager.scheduler_info,
+            "internal_states": await self.internal_states(),
+            "integrity": {"ok": integrity.ok, "message": integrity.message, **integrity.data},
+            "num_pending_requests": self._manager.num_pending,
+            "version": __version__,
+        }
+
+    async def internal_states(self) -> list[dict[str, Any]]:
+        """Counts and load of each scheduler."""
+        return [(await self._manager.control("server_info")).data]
+
+    async def set_internal_state(self, changes: Mapping[str, Any]) -> None:
+        """Change arguments of ``SETTABLE``. ``ValueError`` for another name, or a value that its flag does not take."""
+        for name in changes:
+            if name not in SETTABLE:
+                raise ValueError(f"server_args.{name!s:.100} cannot be changed now, only {', '.join(SETTABLE)} can")
+        changed = self._args.derive(**changes)
+        before, after = asdict(self._args.schedule_config()), asdict(changed.schedule_config())
+        await self._control("reconfigure", {name: value for name, value in after.items() if value != before[name]})
+        if any(name in changes for name in _OF_LOG):
+            self._manager.request_logger = make_request_logger(changed)
+        self._args = changed
+
+    async def start_profile(self, options: ProfileOptions) -> str:
+        """Begin a trace of scheduler steps; the folder it will be in. ``ValueError`` when that cannot be."""
+        return str((await self._control("start_profile", asdict(options)))["output_dir"])
+
+    async def stop_profile(self) -> str:
+        """End the trace; its file. ``ValueError`` when none runs."""
+        return str((await self._control("stop_profile", {}))["output_file"])
+
+    async def update_weights(self, model_path: Path, draft_model_path: Path | None, *, abort: bool) -> WeightUpdate:
+        """Serve other weights of the same shape, once what runs has ended, or after its ``abort``."""
+        draft = None if draft_model_path is None else str(draft_model_path)
+        num_paused, message = await self._manager.update_weights(str(model_path), draft, abort=abort)
+        if not message:
+            self._args = self._args.derive(model_path=str(model_path))
+            if draft is not None:
+                self._args = self._args.derive(speculative_draft_model_path=draft)
+        return WeightUpdate(message, num_paused)
+
+    async def _control(self, action: Any, data: dict[str, Any]) -> dict[str, Any]:
+        reply = await self._manager.control(action, _PROFILE_S, data)
+        if not reply.ok:
+            raise ValueError(reply.message)
+        return reply.data

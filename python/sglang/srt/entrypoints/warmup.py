@@ -27,11 +27,16 @@ async def warm_up(manager: TokenizerManager) -> None:
 
 
 def ready_message(server_args: ServerArgs) -> str:
-    """The line that programs wait for, and two ways to ask that work as they stand."""
+    """The line that programs wait for, and two ways to ask that work as they stand, with a key in ``API_KEY`` if one is
+    needed: what is printed here may end up in a log, where no key belongs."""
     host = _ANY_ADDRESS.get(server_args.host, server_args.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{server_args.port}/v1"
     model = server_args.served_model_name or server_args.model_path
-    header = f' \\\n  -H "Authorization: Bearer {server_args.api_key}"' if server_args.api_key else ""
+    has_key = server_args.api_key is not None
+    header = ' \\\n  -H "Authorization: Bearer $API_KEY"' if has_key else ""
+    imports, key = "from openai import OpenAI", '"none"'
+    if has_key:
+        imports, key = f"import os\n{imports}", 'os.environ["API_KEY"]'
     return f"""The server is fired up and ready to roll!
 
 Ask it from a shell:
@@ -41,8 +46,8 @@ curl {url}/chat/completions -H "Content-Type: application/json"{header} \\
 
 or from Python:
 
-from openai import OpenAI
-client = OpenAI(base_url="{url}", api_key="{server_args.api_key or "none"}")
+{imports}
+client = OpenAI(base_url="{url}", api_key={key})
 reply = client.chat.completions.create(
     model="{model}", messages=[{{"role": "user", "content": "What is 7 + 5?"}}]
 )

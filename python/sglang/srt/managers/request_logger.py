@@ -7,20 +7,26 @@ import logging
 from collections.abc import Sequence
 from dataclasses import fields
 from datetime import datetime, timezone
-from typing import Any, Literal
+from typing import Any
 
 from sglang.srt.managers.generate_output import GenerateOutput
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.log import bare_logger
 
 logger = logging.getLogger(__name__)
 
-LogFormat = Literal["text", "json"]
-
 # level -> what lines hold beside ids, lengths, times and finish reasons
 LEVEL_PARAMS, LEVEL_SHORT_TEXTS, LEVEL_TEXTS = 1, 2, 3
 _SHORT = 2048
+
+
+def make_request_logger(server_args: ServerArgs) -> RequestLogger | None:
+    """What ``--log-requests`` and its companions ask for."""
+    if not server_args.log_requests:
+        return None
+    return RequestLogger(server_args.log_requests_level, as_json=server_args.log_requests_format == "json")
 
 
 class RequestLogger:
@@ -30,9 +36,9 @@ class RequestLogger:
     answers too. 3: all of them. Values that users chose are quoted, so that none can look like a line of its own.
     """
 
-    def __init__(self, level: int, log_format: LogFormat) -> None:
+    def __init__(self, level: int, *, as_json: bool) -> None:
         self._level = level
-        self._bare = bare_logger("sglang.requests") if log_format == "json" else None
+        self._bare = bare_logger("sglang.requests") if as_json else None
 
     @property
     def keeps_texts(self) -> bool:

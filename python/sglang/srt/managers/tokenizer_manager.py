@@ -11,12 +11,13 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.channel import ManagerChannel
 from sglang.srt.managers.detokenizer_manager import IncrementalDetokenizer, TokenPieces
 from sglang.srt.managers.generate_output import GenerateOutput, Logprobs, TokenRuns, join_outputs
+from sglang.srt.managers.intake import PAUSED, Intake, RefusedError
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenOut,
@@ -30,6 +31,7 @@ from sglang.srt.managers.io_struct import (
     TokenOut,
 )
 from sglang.srt.managers.request_limits import RequestLimits, check_unicode
+from sglang.srt.managers.request_logger import RequestLogger
 from sglang.srt.managers.request_observer import RequestObserver
 from sglang.srt.sampling.logprobs import OutputOptions
 
@@ -40,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 # longer texts are tokenized in a thread, so that the streams of others go on
 _INLINE_TEXT_CHARS = 20_000
+# a large checkpoint on a slow disk
+_UPDATE_S = 3600.0
 
 
 class SchedulerDiedError(RuntimeError):
@@ -83,6 +87,7 @@ class _ReqState:
     """
 
     req: TokenizedGenerateReqInput
+    prompt: str | tuple[int, ...]
     index: int
     outbox: _Outbox
     detokenizer: IncrementalDetokenizer
@@ -90,6 +95,8 @@ class _ReqState:
     last_output_at: float
     first_token_at: float | None = None
     text_of: Callable[[int], str] | None = None  # for log-probabilities
+    num_tokens: int = 0  # for the log, as are the texts
+    texts: list[str] = field(default_factory=list)
 
     def output(self, out: TokenOut, now: float) -> GenerateOutput:
         if self.first_token_at is None and out.token_ids:
@@ -138,17 +145,19 @@ class TokenizerManager:
         ready: SchedulerReady,
         *,
         allow_auto_truncate: bool = False,
-        log_requests: bool = False,
+        request_logger: RequestLogger | None = None,
         observer: RequestObserver | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = RequestLimits.from_info(ready.info, auto_truncate=allow_auto_truncate)
         self.scheduler_info = ready.info
         self._channel = channel
-        self._log_requests = log_requests
+        self.request_logger = request_logger
         self._observer = observer
-        self._resumed = asyncio.Event()
-        self._resumed.set()
+        self._intake = Intake()
+        self._updating = asyncio.Lock()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._pieces = TokenPieces(tokenizer)
         self._states: dict[str, _ReqState] = {}
         self._replies: dict[str, asyncio.Future[ControlReply]] = {}
@@ -182,26 +191,48 @@ class TokenizerManager:
         return len(self._states)
 
     @property
-    def is_paused(self) -> bool:
-        """Whether new requests wait for ``continue_generation``."""
-        return not self._resumed.is_set()
+    def closed_because(self) -> str | None:
+        """Why a new request would not be served now; None when it would."""
+        return self._died or self._intake.closed_because
 
     def pause_generation(self) -> int:
         """Abort all requests and keep new ones waiting; returns how many sequences were running."""
-        self._resumed.clear()
+        self._intake.close(PAUSED)
         return self.abort_request(abort_all=True)
 
     def continue_generation(self) -> None:
         """Let requests through again, first those that waited."""
-        self._resumed.set()
+        self._intake.open(PAUSED)
+
+    def refuse_requests(self, reason: str) -> None:
+        """From now on serve only what runs already."""
+        self._intake.refuse(reason)
+
+    async def wait_idle(self) -> None:
+        """Until nothing that was sent to the scheduler is unfinished."""
+        await self._idle.wait()
+
+    async def update_weights(self, model_path: str, draft_model_path: str | None, *, abort: bool) -> tuple[int, str]:
+        """Serve other weights, between the end of what runs (or ``abort`` it) and the beginning of what arrives.
+
+        Returns how many sequences ran, and why it was not done ("" when it was).
+        """
+        async with self._updating:
+            with self._intake.closed("weights are being updated"):
+                running = self.abort_request(abort_all=True) if abort else self.num_pending
+                await self.wait_idle()
+                paths = {"model_path": model_path, "draft_model_path": draft_model_path}
+                reply = await self.control("update_weights", timeout_s=_UPDATE_S, data=paths)
+        return running, "" if reply.ok else reply.message
 
     def scheduler_died(self, cause: str) -> None:
         """Tell every caller, now and later, that there is no scheduler. The first cause is the one that is told."""
         self._died = self._died or cause
-        self._resumed.set()  # those who wait hear of it too
+        self._intake.refuse(self._died)  # those who wait hear of it too
         for state in self._states.values():
             state.outbox.fail(SchedulerDiedError(self._died))
         self._states.clear()
+        self._idle.set()
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(SchedulerDiedError(self._died))
@@ -210,22 +241,25 @@ class TokenizerManager:
         """Run all sequences of a request; yields outputs as they arrive, the last of each with a ``finish_reason``.
 
         Closing the iterator aborts what is unfinished. Raises ``ValueError`` for a bad request before anything is sent,
-        ``RequestFailedError`` when the scheduler refuses a sequence, ``SchedulerDiedError`` when there is no scheduler.
+        ``RequestFailedError`` when the scheduler refuses a sequence, ``RefusedError`` when the server is about to end,
+        ``SchedulerDiedError`` when there is no scheduler.
         """
         states = await self._make_states(req)
-        await self._resumed.wait()
-        if self._died is not None:
-            raise SchedulerDiedError(self._died)
+        try:
+            await self._intake.enter()
+        except RefusedError:
+            if self._died is not None:
+                raise SchedulerDiedError(self._died) from None
+            raise
         try:
             for state in states:
                 if state.req.rid in self._states:
                     raise ValueError(f"rid {state.req.rid!r:.200} is in use: give each running request its own")
                 self._states[state.req.rid] = state
+                self._idle.clear()
                 self._channel.send(state.req)
-                if self._log_requests:
-                    logger.info(
-                        "Receive: %s, %d tokens, %s", state.req.rid, len(state.req.input_ids), state.req.sampling_params
-                    )
+                if self.request_logger is not None:
+                    self.request_logger.received(state.req, state.prompt)
             unfinished = len(states)
             while unfinished:
                 for output in await states[0].outbox.take():
@@ -235,10 +269,9 @@ class TokenizerManager:
         finally:
             for state in states:
                 if self._states.get(state.req.rid) is state:
-                    del self._states[state.req.rid]
+                    self._forget(state.req.rid)
                     self._send_abort(state.req.rid)
-                    if self._observer is not None:
-                        self._observer.left()
+                    self._note_left(state)
 
     async def generate_whole(self, req: GenerateReqInput) -> list[GenerateOutput]:
         """Run all sequences to their end; one output for each, in order. Cancelling aborts them."""
@@ -255,14 +288,16 @@ class TokenizerManager:
             self._send_abort(running)
         return len(mine)
 
-    async def control(self, action: ControlAction, timeout_s: float = 60.0) -> ControlReply:
+    async def control(
+        self, action: ControlAction, timeout_s: float = 60.0, data: dict[str, Any] | None = None
+    ) -> ControlReply:
         """Ask the scheduler. ``SchedulerDiedError`` when it is gone, ``asyncio.TimeoutError`` when it is silent."""
         if self._died is not None:
             raise SchedulerDiedError(self._died)
         request_id = uuid.uuid4().hex
         reply = self._replies[request_id] = asyncio.get_running_loop().create_future()
         try:
-            self._channel.send(ControlReq(request_id, action))
+            self._channel.send(ControlReq(request_id, action, data or {}))
             return await asyncio.wait_for(reply, timeout_s)
         finally:
             del self._replies[request_id]
@@ -294,9 +329,22 @@ class TokenizerManager:
                 detokenizer = IncrementalDetokenizer(self._pieces, fitted, req.shown_tokens)
                 text_of = self._text_of if options.text_in_logprobs else None
                 states.append(
-                    _ReqState(tokenized, len(states), outbox, detokenizer, created_at, created_at, text_of=text_of)
+                    _ReqState(
+                        tokenized, prompt, len(states), outbox, detokenizer, created_at, created_at, text_of=text_of
+                    )
                 )
         return states
+
+    def _forget(self, rid: str) -> None:
+        del self._states[rid]
+        if not self._states:
+            self._idle.set()
+
+    def _note_left(self, state: _ReqState) -> None:
+        if self._observer is not None:
+            self._observer.left()
+        if self.request_logger is not None:
+            self.request_logger.left(state.req.rid, state.num_tokens, time.monotonic() - state.created_at)
 
     async def tokenize(self, text: str, param: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of a text, with one bos if the tokenizer adds it, also when the text brings its own.
@@ -351,11 +399,18 @@ class TokenizerManager:
             if state is None:
                 continue
             if out.finish_reason is not None:
-                del self._states[out.rid]
+                self._forget(out.rid)
             output = state.output(out, now)
             state.outbox.put(output)
             if self._observer is not None:
                 self._observer.received(output, now - state.last_output_at, stream=state.req.stream)
             state.last_output_at = now
-            if self._log_requests and out.finish_reason is not None:
-                logger.info("Finish: %s", output.meta_info())
+            if self.request_logger is not None:
+                self._log(self.request_logger, state, output)
+
+    def _log(self, request_logger: RequestLogger, state: _ReqState, output: GenerateOutput) -> None:
+        state.num_tokens = output.completion_tokens
+        if request_logger.keeps_texts:
+            state.texts.append(output.text)
+        if output.finish_reason is not None:
+            request_logger.finished(output, "".join(state.texts))
