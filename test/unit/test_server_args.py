@@ -79,6 +79,11 @@ RESOLUTION: dict[str, tuple[list[str], Any]] = {
     "schedule_conservativeness": (["--schedule-conservativeness", "2"], 2.0),
     "page_size": (["--page-size", "16"], 16),
     "disable_radix_cache": (["--disable-radix-cache"], True),
+    "tp_size": (["--tp", "2"], 2),
+    "nnodes": (["--nnodes", "2", "--tp-size", "4", "--dist-init-addr", "10.0.0.1:5000"], 2),
+    "node_rank": (["--node-rank", "1", "--nnodes", "2", "--tp-size", "2", "--dist-init-addr", "a:1"], 1),
+    "dist_init_addr": (["--dist-init-addr", "[::1]:5000"], "[::1]:5000"),
+    "dist_timeout": (["--dist-timeout", "30"], 30),
     "device": (["--device", "cpu"], "cpu"),
     "attention_backend": (["--attention-backend", "torch_native"], "torch_native"),
     "disable_cuda_graph": (["--disable-cuda-graph"], True),
@@ -345,15 +350,14 @@ def test_an_unsupported_flag_is_refused_unless_it_changes_nothing(flag: str) -> 
 
 def test_unsupported_flags_on_the_command_line() -> None:
     neutral = [
-        "--tp-size",
+        "--pp-size",
         "1",
         "--disable-piecewise-cuda-graph",
         "--dp=1",
     ]
     assert parse(*neutral, "--port", "31000") == parse("--port", "31000")
     for argv, reason in [
-        (["--tp-size", "2"], "--tp-size is not supported: tensor parallelism"),
-        (["--tp", "8"], "--tp is not supported"),
+        (["--pp-size", "2"], "--pp-size is not supported: pipeline parallelism"),
         (["--quantization", "fp8"], "--quantization is not supported"),
         (["--enable-lora"], "--enable-lora is not supported"),
         (["--lora-paths", "a=b", "c=d"], "--lora-paths"),
@@ -372,10 +376,10 @@ def test_no_flag_is_both_supported_and_refused() -> None:
 
 
 def test_keywords_of_the_engine() -> None:
-    args = ServerArgs.from_kwargs({"model_path": TINY, "tp_size": 1, "lora_paths": None})
+    args = ServerArgs.from_kwargs({"model_path": TINY, "pp_size": 1, "lora_paths": None})
     assert args == ServerArgs(model_path=TINY)
-    with pytest.raises(ValueError, match="--tp-size is not supported"):
-        ServerArgs.from_kwargs({"model_path": TINY, "tp_size": 2})
+    with pytest.raises(ValueError, match="--pp-size is not supported"):
+        ServerArgs.from_kwargs({"model_path": TINY, "pp_size": 2})
     with pytest.raises(ValueError, match="'pagesize': did you mean page_size"):
         ServerArgs.from_kwargs({"model_path": TINY, "pagesize": 2})
 
@@ -619,7 +623,7 @@ def test_registries_are_sealed_and_name_their_entries() -> None:
     ("argv", "message"),
     [
         (["--model-path", "/no/such/directory"], "error: --model-path"),
-        (["--model-path", TINY, "--tp-size", "2"], "error: --tp-size is not supported"),
+        (["--model-path", TINY, "--pp-size", "2"], "error: --pp-size is not supported"),
     ],
 )
 def test_the_launcher_ends_with_one_sentence(argv: list[str], message: str) -> None:
@@ -635,4 +639,4 @@ def test_help_lists_every_flag() -> None:
     assert done.returncode == 0
     for spec in ARG_SPECS.values():
         assert all(name in done.stdout for name in spec.names)
-    assert "--tp-size" not in done.stdout
+    assert "--pp-size" not in done.stdout

@@ -229,6 +229,40 @@ class ServerArgs:
     )
     page_size: int = arg(1, "Tokens per page of the KV pool.", "integer", _MEMORY, low=1, high=1024)
     disable_radix_cache: bool = arg(False, "Do not reuse the KV of prefixes that requests share.", "flag", _MEMORY)
+    tp_size: int = arg(
+        1,
+        "Processes, each with a device of its own, that share one model (tensor parallelism).",
+        "integer",
+        _RUNTIME,
+        names=("--tp", "--tensor-parallel-size"),
+        low=1,
+        high=1024,
+    )
+    nnodes: int = arg(1, "Machines that the processes are spread over.", "integer", _RUNTIME, low=1, high=1024)
+    node_rank: int = arg(
+        0,
+        "Which of the machines this is. Machine 0 serves; the others only compute.",
+        "integer",
+        _RUNTIME,
+        low=0,
+        high=1023,
+    )
+    dist_init_addr: str | None = arg(
+        None,
+        "HOST:PORT of machine 0, where the processes meet. The network between the machines must be a trusted one.",
+        "text",
+        _RUNTIME,
+        names=("--nccl-init-addr",),
+        default_note="one machine needs none",
+    )
+    dist_timeout: int = arg(
+        600,
+        "Seconds that processes wait for each other in one exchange, as at the start.",
+        "integer",
+        _RUNTIME,
+        low=1,
+        high=_INT32_MAX,
+    )
     device: str = arg(
         "auto",
         "Where to compute; auto takes CUDA when it is usable.",
@@ -288,8 +322,8 @@ class ServerArgs:
     )
     watchdog_timeout: float | None = arg(
         None,
-        "Seconds that one stage of the scheduler's loop may take. Then it hangs: the stage and all stacks are logged, and "
-        "the server ends.",
+        "Seconds that one stage of the scheduler's loop may take. Then it hangs: the stage and all stacks are logged, "
+        "and the server ends.",
         "number",
         _RUNTIME,
         above=0.0,

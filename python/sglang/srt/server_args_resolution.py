@@ -10,6 +10,7 @@ from typing import Any
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ARG_SPECS, ServerArgs, _resolve_speculative_algorithm_alias
 from sglang.srt.server_args_grammar import resolve_grammar_backend
+from sglang.srt.server_args_parallel import check_parallel
 from sglang.srt.server_args_parsers import resolve_parsers
 from sglang.srt.server_args_speculative import check_tree, complete_shape, default_num_steps, draft_missing
 from sglang.srt.utils.device import make_device
@@ -37,6 +38,13 @@ def resolve_server_args(args: ServerArgs) -> ServerArgs:
             f"--model-path {args.model_path!r} is an assistant ({config.architecture}), which cannot answer by itself: "
             "give its target there, and the assistant as --speculative-draft-model-path"
         )
+    check_parallel(
+        config.text,
+        tp_size=args.tp_size,
+        nnodes=args.nnodes,
+        node_rank=args.node_rank,
+        dist_init_addr=args.dist_init_addr,
+    )
     device = make_device(args.device).kind
     resolved = args.derive(
         model_path=str(model_path),

@@ -29,7 +29,6 @@ class UnsupportedFlag:
 
 
 _REASONS: tuple[tuple[str, str], ...] = (
-    ("tensor parallelism is not available yet", "tp-size=1 tensor-parallel-size=1 tp=1"),
     (
         "pipeline parallelism is not available yet",
         "pp-size=1 pipeline-parallel-size=1 pp-max-micro-batch-size pp-async-batch-depth=0",
@@ -40,10 +39,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "enable-dp-attention enable-dp-lm-head prefill-round-robin-balance "
         "enable-dp-attention-local-control-broadcast",
     ),
-    (
-        "serving over several machines is not available yet",
-        "nnodes=1 node-rank=0 dist-init-addr nccl-init-addr dist-timeout nccl-port",
-    ),
+    ("processes find each other by --dist-init-addr, and NCCL's ports by themselves", "nccl-port"),
     (
         "expert parallelism is not available yet",
         "ep-size=1 expert-parallel-size=1 ep=1 moe-a2a-backend=none deepep-mode=auto deepep-config "

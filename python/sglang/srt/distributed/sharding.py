@@ -1,4 +1,4 @@
-"""What a rank keeps of a checkpoint's tensors, and which models can be cut into so many ranks."""
+"""What a rank keeps of a checkpoint's tensors, and of the KV."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sglang.srt.configs.model_config import KVLayout, TextConfig
+from sglang.srt.configs.model_config import KVLayout
 from sglang.srt.distributed.parallel_state import TpGroup
 
 
@@ -63,22 +63,3 @@ def shard_layout(layout: KVLayout, group: TpGroup) -> KVLayout:
     """The KV that a rank keeps: its heads of every layer."""
     specs = (replace(spec, num_kv_heads=len(group.kv_heads(spec.num_kv_heads))) for spec in layout.layers)
     return KVLayout(tuple(specs))
-
-
-def check_shards(text: TextConfig, size: int) -> None:
-    """``ValueError`` naming every dimension of the model that cannot be cut into ``size`` parts."""
-    dims = {
-        "num_attention_heads": text.num_heads,
-        "vocab_size": text.vocab_size,
-        **{f"intermediate_size of layer {i}": text.mlp_width(i) for i in range(text.num_layers)},
-    }
-    if text.moe is not None:
-        dims["moe_intermediate_size"] = text.moe.intermediate_size
-    if text.per_layer_input_size:
-        dims["vocab_size_per_layer_input"] = text.per_layer_vocab_size
-    wrong = [f"{name} {total}" for name, total in dims.items() if total % size]
-    for kind, heads in sorted({(spec.kind, spec.num_kv_heads) for spec in text.kv_layout.layers}):
-        if heads % size and size % heads:
-            wrong.append(f"KV heads of {kind} layers {heads} (which must divide it or be divided by it)")
-    if wrong:
-        raise ValueError(f"--tp-size {size} does not divide the model's {', '.join(wrong)}: choose another")

@@ -117,6 +117,19 @@ class ZmqSchedulerChannel:
         self._outbox.close()
 
 
+class ZmqOutbox:
+    """The sending half of ``ZmqSchedulerChannel``, of which there may be several."""
+
+    def __init__(self, port_args: PortArgs) -> None:
+        self._outbox = _Socket("PUSH", port_args.tokenizer_ipc)
+
+    def send(self, msg: FromScheduler) -> None:
+        self._outbox.put(msg)
+
+    def close(self) -> None:
+        self._outbox.close()
+
+
 class ZmqManagerChannel:
     """Manager's end between two processes."""
 
@@ -155,17 +168,30 @@ _LINGER_MS = 500
 _MESSAGE_TYPES = (TokenizedGenerateReqInput, AbortReq, ControlReq, BatchTokenOut, ControlReply, SchedulerReady)
 
 
-class _Socket:
-    """One direction between two processes: a ZMQ socket that carries our messages and never drops or limits them."""
+class MessageCodec:
+    """Messages as bytes."""
 
-    def __init__(self, kind: Literal["PUSH", "PULL"], address: str) -> None:
-        # the one place that needs these two: an in-process engine runs without them
-        import msgspec
-        import zmq
+    def __init__(self) -> None:
+        import msgspec  # an in-process engine of one rank runs without it
 
         self._encoder = msgspec.msgpack.Encoder()
         self._decoders = tuple(msgspec.msgpack.Decoder(cls) for cls in _MESSAGE_TYPES)
         self._codes = {cls: bytes([code]) for code, cls in enumerate(_MESSAGE_TYPES)}
+
+    def encode(self, msg: ToScheduler | FromScheduler) -> bytes:
+        return self._codes[type(msg)] + self._encoder.encode(msg)
+
+    def decode(self, frame: bytes | memoryview) -> Any:
+        return self._decoders[frame[0]].decode(memoryview(frame)[1:])
+
+
+class _Socket:
+    """One direction between two processes: a ZMQ socket that carries our messages and never drops or limits them."""
+
+    def __init__(self, kind: Literal["PUSH", "PULL"], address: str) -> None:
+        import zmq  # an in-process engine runs without it
+
+        self._codec = MessageCodec()
         self._pollin = zmq.POLLIN
         self._socket: Any = zmq.Context.instance().socket(zmq.PUSH if kind == "PUSH" else zmq.PULL)
         self._socket.set_hwm(0)
@@ -184,12 +210,11 @@ class _Socket:
         return fd
 
     def put(self, msg: ToScheduler | FromScheduler) -> None:
-        self._socket.send(self._codes[type(msg)] + self._encoder.encode(msg))
+        self._socket.send(self._codec.encode(msg))
 
     def take(self) -> Any:
         """The next message; waits when there is none."""
-        frame = memoryview(self._socket.recv())
-        return self._decoders[frame[0]].decode(frame[1:])
+        return self._codec.decode(self._socket.recv())
 
     def has_message(self) -> bool:
         return bool(self._socket.events & self._pollin)

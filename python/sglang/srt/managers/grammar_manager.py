@@ -93,28 +93,37 @@ class GrammarManager:
         """Drop requests that ended while they waited. Their grammars are compiled all the same, for the next ones."""
         self._waiting = [waiting for waiting in self._waiting if waiting.req.finish is None]
 
-    def take_ready(self) -> tuple[list[Req], list[Refusal]]:
-        """The requests that can run now, in order of arrival, and those that never can."""
+    def verdicts(self) -> list[str | None]:
+        """Of every request that waits, in order of arrival: "" when it can run, or the reason when it never can."""
+        now = time.monotonic()
+        return [self._verdict(waiting, now) for waiting in self._waiting]
+
+    def take(self, verdicts: Sequence[str | None]) -> tuple[list[Req], list[Refusal]]:
+        """The requests that can run and those that never can, by ``verdicts``, which another rank may have given: what
+        is not compiled here is waited for."""
         ready: list[Req] = []
         refused: list[Refusal] = []
-        left: list[_Waiting] = []
-        now = time.monotonic()
-        for waiting in self._waiting:
-            req, compiled = waiting.req, waiting.compiled
-            if compiled.done():
-                error = compiled.exception()
-                if error is None:
-                    req.grammar = self._start(compiled.result(), req)
-                    ready.append(req)
-                else:
-                    refused.append(Refusal(req, str(error)))
-            elif now >= waiting.deadline_s:
-                text = f"the grammar took more than {self._timeout_s:g} s to compile: ask for a simpler one"
-                refused.append(Refusal(req, text))
-            else:
-                left.append(waiting)
-        self._waiting = left
+        judged = list(zip(self._waiting, verdicts, strict=True))
+        for waiting, verdict in judged:
+            if verdict == "":
+                waiting.req.grammar = self._start(waiting.compiled.result(), waiting.req)
+                ready.append(waiting.req)
+            elif verdict is not None:
+                refused.append(Refusal(waiting.req, verdict))
+        self._waiting = [waiting for waiting, verdict in judged if verdict is None]
         return ready, refused
+
+    def take_ready(self) -> tuple[list[Req], list[Refusal]]:
+        """``take`` by its own verdicts."""
+        return self.take(self.verdicts())
+
+    def _verdict(self, waiting: _Waiting, now: float) -> str | None:
+        if waiting.compiled.done():
+            error = waiting.compiled.exception()
+            return "" if error is None else str(error) or repr(error)
+        if now >= waiting.deadline_s:
+            return f"the grammar took more than {self._timeout_s:g} s to compile: ask for a simpler one"
+        return None
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until a grammar that is waited for is ready, or for ``timeout_s``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import time
@@ -13,9 +14,11 @@ from typing import Any
 
 import torch
 
+from sglang.srt.distributed.lockstep import RankLostError
+from sglang.srt.distributed.parallel_state import TpGroup, TpRank, join_group
 from sglang.srt.layers.logit_controls import RequestFault
 from sglang.srt.managers.admission import make_limits, make_req
-from sglang.srt.managers.channel import SchedulerChannel, ZmqSchedulerChannel
+from sglang.srt.managers.channel import SchedulerChannel, ZmqOutbox, ZmqSchedulerChannel
 from sglang.srt.managers.detokenizer_manager import TokenPieces
 from sglang.srt.managers.grammar_manager import GrammarManager, make_grammar_manager
 from sglang.srt.managers.io_struct import (
@@ -36,6 +39,7 @@ from sglang.srt.managers.running_batch import RunningBatch, make_sampling_info, 
 from sglang.srt.managers.schedule_batch import GenerationBatchResult, Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import PrefillPlanner, WaitingOrder, make_room_for_decode, retract
 from sglang.srt.managers.self_test import run_self_test, self_test_ids
+from sglang.srt.managers.tp_channel import make_tp_channel
 from sglang.srt.managers.watchdog import Stages, Watchdog, report_hang, report_hang_and_exit
 from sglang.srt.managers.worker_factory import create_worker
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -71,7 +75,9 @@ class Scheduler:
         random_seed: int,
         grammars: GrammarManager | None = None,
         profiler: StepProfiler | None = None,
+        group: TpGroup | None = None,
     ) -> None:
+        """``group``: ranks whose schedulers get the same messages in the same turns; None for the only one."""
         self.worker = worker
         self.config = config
         self.channel = channel
@@ -83,6 +89,7 @@ class Scheduler:
         self.grammars = GrammarManager() if grammars is None else grammars
         self.stages = Stages()
         self._profiler = profiler
+        self._group = group or TpGroup()
         self.waiting: list[Req] = []
         self.chunked: Req | None = None
         self.running = RunningBatch(device)
@@ -204,6 +211,8 @@ class Scheduler:
             self._fail_one((*batch.reqs, *(() if beside is None else beside.reqs)), fault)
             return
         except Exception:  # whatever a model's code raises must not end the other requests
+            if self._group.size > 1:
+                raise  # the other ranks wait for this one's part of the step
             reqs = (*batch.reqs, *(() if beside is None else beside.reqs))
             logger.exception("a step of %d requests failed", len(reqs))
             self._fail(reqs)
@@ -230,9 +239,10 @@ class Scheduler:
 
     def _take_compiled(self) -> None:
         """Queue the requests whose grammars are ready; sleep for the next one if nothing can run without it."""
-        if not self._can_run:
+        if not self._can_run and self._group.leads:
             self.grammars.wait(_GRAMMAR_WAIT_S)
-        ready, refused = self.grammars.take_ready()
+        verdicts = self._group.share(lambda: json.dumps(self.grammars.verdicts()).encode())
+        ready, refused = self.grammars.take(json.loads(verdicts))
         self.waiting += ready
         for refusal in refused:
             self._outs.append(self._output.abort(refusal.req, refusal.message, 400))
@@ -443,16 +453,21 @@ def _max_running(facts: dict[str, Any], config: ScheduleConfig) -> int:
     return rows if config.max_running_requests is None else min(rows, config.max_running_requests)
 
 
-def run_scheduler(server_args: ServerArgs, channel: SchedulerChannel, *, may_exit: bool = False) -> None:
+def run_scheduler(
+    server_args: ServerArgs, channel: SchedulerChannel, *, may_exit: bool = False, group: TpGroup | None = None
+) -> None:
     """Build the engine from resolved arguments, say that it is ready (or why not), and serve until shutdown.
 
-    ``may_exit``: the process is this scheduler's own, and ends when it hangs.
+    ``may_exit``: the process is this scheduler's own, and ends when it hangs. ``group``: see ``Scheduler``; all of its
+    ranks are ready, or none is.
     """
+    group = group or TpGroup()
     try:
-        scheduler, info = _start(server_args, channel)
+        scheduler, info = _start(server_args, channel, group)
     except ValueError as error:
         channel.send(SchedulerReady({}, error=str(error)))
         return
+    group.least(group.rank)
     channel.send(SchedulerReady(info))
     watchdogs = _watchdogs(server_args, scheduler.stages, may_exit)
     try:
@@ -470,23 +485,38 @@ def _watchdogs(server_args: ServerArgs, stages: Stages, may_exit: bool) -> list[
     return [Watchdog(stages, timeout_s, on_hang) for timeout_s, on_hang in bounds if timeout_s is not None]
 
 
-def run_scheduler_process(server_args: ServerArgs, port_args: PortArgs) -> None:
-    """``run_scheduler`` as the body of a process, over ZMQ."""
-    configure_logger(server_args.log_level, prefix="scheduler")
-    channel = ZmqSchedulerChannel(port_args)
+def run_scheduler_process(server_args: ServerArgs, port_args: PortArgs, rank: TpRank) -> None:
+    """``run_scheduler`` as the body of a process, over ZMQ. Of the ranks only the first one logs what all of them do.
+
+    Ends with ``SystemExit`` when another rank has ended.
+    """
+    leads = rank.rank == 0
+    level = server_args.log_level if leads or server_args.log_level == "debug" else "warning"
+    configure_logger(level, prefix="scheduler" if rank.size == 1 else f"scheduler TP{rank.rank}")
+    outside = ZmqSchedulerChannel(port_args) if leads else ZmqOutbox(port_args)
     try:
-        run_scheduler(server_args, channel, may_exit=True)
+        device = make_device(server_args.device, rank.local_rank).torch_device
+        group = join_group(rank, device)
+        channel = make_tp_channel(outside, group)
+        run_scheduler(server_args, channel, may_exit=True, group=group)
+        group.close()
+    except RankLostError as error:
+        logger.error("%s: this rank ends, too", error)
+        raise SystemExit(1) from error
+    except ValueError as error:
+        outside.send(SchedulerReady({}, error=str(error)))
     finally:
-        channel.close()
+        outside.close()
 
 
-def _start(server_args: ServerArgs, channel: SchedulerChannel) -> tuple[Scheduler, dict[str, Any]]:
+def _start(server_args: ServerArgs, channel: SchedulerChannel, group: TpGroup) -> tuple[Scheduler, dict[str, Any]]:
     assert server_args.tokenizer_path is not None and server_args.random_seed is not None, "arguments are not resolved"
     if server_args.device == "cpu":
-        logger.info("Computing with %d CPU threads", set_compute_threads(SGLANG_CPU_THREADS.get()))
+        threads = set_compute_threads(SGLANG_CPU_THREADS.get(), group.ranks_here)
+        logger.info("Computing with %d CPU threads", threads)
     tokenizer = load_tokenizer(Path(server_args.tokenizer_path), trust_remote_code=server_args.trust_remote_code)
-    worker = create_worker(server_args)
-    device = make_device(server_args.device)
+    worker = create_worker(server_args, group)
+    device = make_device(server_args.device, group.local_rank)
     scheduler = Scheduler(
         worker,
         server_args.schedule_config(),
@@ -495,7 +525,8 @@ def _start(server_args: ServerArgs, channel: SchedulerChannel) -> tuple[Schedule
         pieces=TokenPieces(tokenizer),
         random_seed=server_args.random_seed,
         grammars=make_grammar_manager(server_args.grammar_config(), tokenizer, worker.describe()),
-        profiler=StepProfiler(SGLANG_TORCH_PROFILER_DIR.get(), "TP-0", device),
+        profiler=StepProfiler(SGLANG_TORCH_PROFILER_DIR.get(), f"TP-{group.rank}", device),
+        group=group,
     )
     info = {**scheduler.facts, "max_req_input_len": scheduler.limits.max_req_input_len}
     logger.info("Engine: %s", ", ".join(f"{name}: {value}" for name, value in info.items()))

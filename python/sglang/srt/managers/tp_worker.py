@@ -40,6 +40,7 @@ from sglang.srt.model_executor.pool_configurator import KVMemory
 from sglang.srt.sampling.logprobs import ReqOutputs
 from sglang.srt.server_args_slices import GraphConfig
 from sglang.srt.speculative.spec_info import SpecCapabilities
+from sglang.srt.utils.env import SGLANG_DEBUG_TP_CONSISTENCY
 
 TargetPass = Callable[[ForwardBatch], LogitsProcessorOutput]
 
@@ -62,6 +63,7 @@ class TpModelWorker:
         self.backend = backend
         self.kv_manager = memory.kv_manager
         self.capture_hidden = capture_hidden
+        self._check_ranks = SGLANG_DEBUG_TP_CONSISTENCY.get()
         overlap = graphs is not None and graphs.overlap
         self.capabilities = SpecCapabilities(
             max_tokens_per_step=1, max_drafts=0, needs_draft_kv=False, supports_overlap=overlap
@@ -79,8 +81,11 @@ class TpModelWorker:
         return self._loop
 
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        if batch.mode is not ForwardMode.EXTEND:
+            return self.launch(batch)()
         with torch.inference_mode():
-            return self._extend(batch, None) if batch.mode is ForwardMode.EXTEND else self.launch(batch)()
+            result = self._extend(batch, None)
+        return self.checked(lambda: result)()
 
     def forward_mixed(
         self, prompts: ScheduleBatch, running: ScheduleBatch
@@ -99,7 +104,25 @@ class TpModelWorker:
     def launch(self, batch: ScheduleBatch) -> Callable[[], GenerationBatchResult]:
         """Start a decode step; calling the result waits for it."""
         with torch.inference_mode():
-            return self.loop.launch(batch)
+            return self.checked(self.loop.launch(batch))
+
+    def checked(self, pending: Callable[[], GenerationBatchResult]) -> Callable[[], GenerationBatchResult]:
+        """``pending``, or in debug mode the same with an error when the ranks of the model do not agree."""
+        if not self._check_ranks:
+            return pending
+
+        def finish() -> GenerationBatchResult:
+            result = pending()
+            for what, tensor in self.decided(result).items():
+                if not self.runner.group.same(tensor):
+                    raise RuntimeError(f"the ranks do not agree on {what}: rank {self.runner.group.rank} has {tensor}")
+            return result
+
+        return finish
+
+    def decided(self, result: GenerationBatchResult) -> dict[str, torch.Tensor]:
+        """What a step came to, which every rank must have come to."""
+        return {"tokens": result.next_token_ids, "accepted tokens": result.accept_lens}
 
     def can_run_ahead(self, batch: ScheduleBatch) -> bool:
         """Whether ``launch(batch)`` may come before the last step of the same requests was read."""

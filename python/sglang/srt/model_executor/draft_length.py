@@ -6,15 +6,18 @@ import bisect
 from collections.abc import Sequence
 from typing import Protocol
 
+from sglang.srt.distributed.parallel_state import TpGroup
+
 
 class DraftLength(Protocol):
-    """``caps``: the most drafts that can be of use to each request of a round. Nothing here changes an answer."""
+    """``rids``: the requests of a round; ``caps``: the most drafts that can be of use to each. Nothing here changes an
+    answer."""
 
-    def choose(self, caps: Sequence[int]) -> int:
+    def choose(self, rids: Sequence[str], caps: Sequence[int]) -> int:
         """Drafts of the next round of these requests."""
         ...
 
-    def observe(self, num_drafts: int, accept_lens: Sequence[int], caps: Sequence[int]) -> None:
+    def observe(self, num_drafts: int, rids: Sequence[str], accept_lens: Sequence[int], caps: Sequence[int]) -> None:
         """What a round of ``num_drafts`` gained, in tokens that requests kept."""
         ...
 
@@ -30,14 +33,31 @@ class FixedLength:
         """``lengths``: those that can be had, ascending."""
         self._lengths = tuple(lengths)
 
-    def choose(self, caps: Sequence[int]) -> int:
+    def choose(self, rids: Sequence[str], caps: Sequence[int]) -> int:
         return least_length(self._lengths, max(caps))
 
-    def observe(self, num_drafts: int, accept_lens: Sequence[int], caps: Sequence[int]) -> None:
+    def observe(self, num_drafts: int, rids: Sequence[str], accept_lens: Sequence[int], caps: Sequence[int]) -> None:
         """Nothing is learned."""
 
     def observe_time(self, num_rows: int, num_drafts: int, round_s: float, host_s: float | None) -> None:
         """Nothing is learned."""
+
+
+class SharedLength:
+    """Rank 0's choice on every rank: what it has measured, the others have not."""
+
+    def __init__(self, length: DraftLength, group: TpGroup) -> None:
+        self._length = length
+        self._group = group
+
+    def choose(self, rids: Sequence[str], caps: Sequence[int]) -> int:
+        return int(self._group.share_number(lambda: self._length.choose(rids, caps)))
+
+    def observe(self, num_drafts: int, rids: Sequence[str], accept_lens: Sequence[int], caps: Sequence[int]) -> None:
+        self._length.observe(num_drafts, rids, accept_lens, caps)
+
+    def observe_time(self, num_rows: int, num_drafts: int, round_s: float, host_s: float | None) -> None:
+        self._length.observe_time(num_rows, num_drafts, round_s, host_s)
 
 
 def least_length(lengths: Sequence[int], wanted: int) -> int:

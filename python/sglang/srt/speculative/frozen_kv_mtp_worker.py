@@ -10,7 +10,9 @@ Shapes: B requests, S draft steps, N rows per request (S + 1, but for trees), H 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,7 +25,7 @@ from sglang.srt.managers.tp_worker import TargetPass, TpModelWorker
 from sglang.srt.model_executor.cuda_graph_runner import EagerRunner, Runner, Step, StepKind, batch_sizes
 from sglang.srt.model_executor.decode_loop import DecodeLoop
 from sglang.srt.model_executor.decode_rows import ResidentRows
-from sglang.srt.model_executor.draft_length import DraftLength, FixedLength
+from sglang.srt.model_executor.draft_length import DraftLength, FixedLength, SharedLength
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.gemma4_mtp import build_frozen_kv_mtp_context
 from sglang.srt.server_args_slices import GraphConfig, SpecConfig
@@ -78,7 +80,8 @@ class FrozenKVMTPWorker(TpModelWorker):
         super().capture_graphs()
         if self._adaptive is not None:
             with torch.inference_mode():
-                clock = self.runner.device.clock
+                # every rank must stop at the same round
+                clock = partial(self.runner.group.share_number, self._clock)
                 self._adaptive.times.measure(self._run_padding, self.memory.max_requests, _MEASURING_S, clock)
 
     def _run_padding(self, num_rows: int, num_drafts: int) -> None:
@@ -94,7 +97,10 @@ class FrozenKVMTPWorker(TpModelWorker):
             return super().launch(batch)
         with torch.inference_mode():
             result = self.verify(batch, self.draft(batch))
-        return lambda: result
+        return self.checked(lambda: result)
+
+    def decided(self, result: GenerationBatchResult) -> dict[str, torch.Tensor]:
+        return {**super().decided(result), "drafts": self._buffers.draft_tokens}
 
     def _extend(self, batch: ScheduleBatch, forward: TargetPass | None) -> GenerationBatchResult:
         """The target alone; its token and hidden state seed the first draft."""
@@ -175,6 +181,12 @@ class FrozenKVMTPWorker(TpModelWorker):
             widths, separate = [n + 1 for n in lengths], SGLANG_SPEC_SEPARATE_GRAPHS.get()
             runner = FrozenKVMTPCudaGraphRunner(self.round, sizes.sizes, widths, separate=separate)
         self._adaptive = AdaptiveLength(lengths) if self.spec.adaptive else None
-        length: DraftLength = self._adaptive or FixedLength(lengths)
-        clock = self.runner.device.clock
-        return DecodeLoop(self._rows, self._buffers, runner, sizes, self.kv_manager, length, clock)
+        length: DraftLength = FixedLength(lengths)
+        if self._adaptive is not None:
+            length = SharedLength(self._adaptive, self.runner.group)
+        return DecodeLoop(self._rows, self._buffers, runner, sizes, self.kv_manager, length, self._clock)
+
+    @property
+    def _clock(self) -> Callable[[], float]:
+        """Seconds that rounds take. Where ranks wait for each other, that is part of a round."""
+        return self.runner.device.clock if self.runner.group.size == 1 else time.perf_counter

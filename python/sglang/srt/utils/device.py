@@ -127,6 +127,6 @@ def make_device(kind: str, index: int = 0) -> Device:
         kind = "cuda" if has_cuda else "cpu"
     if kind == "cuda" and not has_cuda:
         raise ValueError("--device cuda: no CUDA device is usable here; pass --device cpu or check the driver")
-    if kind == "cuda" and index >= torch.cuda.device_count():
+    if index > 0 and kind == "cuda" and index >= torch.cuda.device_count():
         raise ValueError(f"--device cuda: there is no GPU {index} here, only {torch.cuda.device_count()}")
     return Device(kind=kind, index=index, supports_graphs=kind == "cuda")

@@ -48,6 +48,13 @@ SGLANG_DEBUG_KV_DIGEST = EnvVar(
     help="digest every target KV buffer before and after a draft, and fail if it changed",
 )
 
+SGLANG_DEBUG_TP_CONSISTENCY = EnvVar(
+    name="SGLANG_DEBUG_TP_CONSISTENCY",
+    default=False,
+    parse=parse_bool,
+    help="compare drafted and accepted tokens of all ranks in every step, and fail if they differ",
+)
+
 SGLANG_SPEC_SEPARATE_GRAPHS = EnvVar(
     name="SGLANG_SPEC_SEPARATE_GRAPHS",
     default=False,
@@ -85,6 +92,7 @@ SGLANG_TORCH_PROFILER_DIR: EnvVar[Path | None] = EnvVar(
 
 ENVIRONMENT: tuple[EnvVar, ...] = (
     SGLANG_DEBUG_KV_DIGEST,
+    SGLANG_DEBUG_TP_CONSISTENCY,
     SGLANG_SPEC_SEPARATE_GRAPHS,
     SGLANG_SIMULATE_ACC_LEN,
     SGLANG_CPU_THREADS,
