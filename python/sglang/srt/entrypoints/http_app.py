@@ -18,6 +18,7 @@ from sglang.srt.entrypoints.errors import ApiError
 from sglang.srt.entrypoints.native_protocol import generate_events, generate_reply, parse_generate_request
 from sglang.srt.entrypoints.openai_responses import responses_routes
 from sglang.srt.entrypoints.openai_serving import OpenAIServing
+from sglang.srt.entrypoints.openapi import openapi_document
 from sglang.srt.entrypoints.parse_routes import parse_routes
 from sglang.srt.entrypoints.playground import playground_router
 from sglang.srt.entrypoints.prometheus import ServerMetrics
@@ -71,7 +72,10 @@ def build_app(server_args: ServerArgs, manager: TokenizerManager, metrics: Serve
     app.add_exception_handler(Exception, _on_exception)
     for kind in (ApiError, ValueError, RuntimeError):
         app.add_exception_handler(kind, _on_exception)
-    if server_args.api_key is not None or server_args.admin_api_key is not None:
+    needs_key = server_args.api_key is not None or server_args.admin_api_key is not None
+    document = openapi_document(app, needs_key=needs_key)
+    app.openapi = lambda: document  # type: ignore[method-assign]
+    if needs_key:
         app.add_middleware(
             ApiKeyMiddleware,
             api_key=server_args.api_key,
