@@ -119,7 +119,7 @@ def _add_result(conversation: Conversation, path: str, block: Mapping[str, Any])
         raise bad_field(f"{path}.is_error", f"must be true or false, got {is_error!r:.200}")
     parts = [] if content is None else parse_text_parts(f"{path}.content", content, _TEXT)
     if is_error:
-        parts = ["Error: ", *parts]
+        parts = ["Error:", *parts]
     conversation.result(path, "tool_use_id", block.get("tool_use_id"), parts)
 
 

@@ -78,6 +78,7 @@ class TranslatedRequest:
 class Conversation:
     """Messages of a chat request, collected from pieces that belong to one message or are one each.
 
+    Pieces of one text stand on lines of their own: templates put parts together without anything between them.
     ``names`` tells where each of them came from. ``id_field``: what a result calls the id of its call.
     """
 
@@ -90,15 +91,15 @@ class Conversation:
     def say(self, path: str, role: str, parts: Sequence[str], *, join: bool) -> None:
         """Text of a user or of the system; with ``join`` it goes on with the message before, if that has its role."""
         if join and self.messages and self.messages[-1]["role"] == role:
-            self.messages[-1]["content"] += _content(parts)
+            self.messages[-1]["content"] += "\n" + "\n".join(parts)
             return
         self._open_calls.clear()
-        self._begin(path, {"role": role, "content": _content(parts)})
+        self._begin(path, {"role": role, "content": "\n".join(parts)})
 
     def answer(self, path: str, parts: Sequence[str]) -> None:
         """What the assistant said."""
         message = self._assistant(path)
-        message["content"] = [*(message.get("content") or ()), *_content(parts)]
+        message["content"] = "\n".join([message["content"], *parts] if "content" in message else parts)
 
     def think(self, path: str, text: str) -> None:
         """What the assistant thought."""
@@ -119,7 +120,7 @@ class Conversation:
         if not isinstance(call_id, str) or call_id not in self._open_calls:
             problem = f"must be the id of a call right before it, got {call_id!r:.200}"
             raise bad_field(f"{path}.{id_field}", problem)
-        self._begin(path, {"role": "tool", "tool_call_id": call_id, "content": "".join(parts)})
+        self._begin(path, {"role": "tool", "tool_call_id": call_id, "content": "\n".join(parts)})
 
     def _assistant(self, path: str) -> dict[str, Any]:
         if not self.messages or self.messages[-1]["role"] != "assistant":
@@ -130,10 +131,6 @@ class Conversation:
     def _begin(self, path: str, message: dict[str, Any]) -> None:
         self.names[f"messages[{len(self.messages)}]"] = path
         self.messages.append(message)
-
-
-def _content(parts: Sequence[str]) -> list[dict[str, str]]:
-    return [{"type": "text", "text": part} for part in parts]
 
 
 def parse_text_parts(path: str, value: Any, kinds: Mapping[str, str]) -> list[str]:
