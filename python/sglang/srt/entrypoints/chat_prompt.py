@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.entrypoints.openai_protocol import ChatRequest
 
 # a template reports what it cannot render, or trips over it
-_TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, LookupError, AttributeError)
+_TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _PROBE_TOOL = {
     "type": "function",
     "function": {

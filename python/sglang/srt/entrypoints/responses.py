@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 64 << 20
+MAX_NESTING = 100
 _CLIENT_CLOSED_REQUEST = 499
 
 
@@ -73,9 +74,25 @@ async def read_object(request: Request, *, may_be_empty: bool = False) -> dict[s
         raise ApiError(400, f"the body of the request is not valid UTF-8 at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body of the request is not valid JSON: {error!s:.200}") from None
+    if body.count(b"{") + body.count(b"[") > MAX_NESTING:
+        _check_nesting(value)
     if not isinstance(value, dict):
         raise ApiError(400, f"the body of the request must be a JSON object, got {value!r:.100}")
     return value
+
+
+def _check_nesting(value: Any) -> None:
+    """What works on a body may go down into it by calls of itself, also outside Python: it must not go too deep."""
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [child for item in level for child in _children(item) if isinstance(child, (dict, list))]
+        if not level:
+            return
+    raise ApiError(400, f"the body of the request has objects and lists in one another more than {MAX_NESTING} deep")
+
+
+def _children(item: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return item.values() if isinstance(item, dict) else item
 
 
 def _too_large() -> ApiError:
