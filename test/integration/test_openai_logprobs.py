@@ -47,6 +47,7 @@ EXTRA = (
     "safety_identifier",
     "skip_special_tokens",
     "speculative",
+    "speculative_num_steps",
     "speculative_usage",
     "stop_regex",
     "stop_token_ids",
@@ -223,10 +224,22 @@ def test_stops_within_accepted_runs(client: openai.OpenAI) -> None:
             assert stop in "".join(choice.logprobs.tokens) and stop not in "".join(choice.logprobs.tokens[:-1])
             assert (choice.finish_reason, choice.matched_stop) == ("stop", stop)
     for length in range(1, 12):
-        reply = _complete(client, logprobs=0, max_tokens=length)
+        reply = _complete(client, logprobs=0, max_tokens=length, speculative_num_steps=1 + length % 4)
         (choice,) = reply.choices
         assert choice.logprobs.tokens == whole.logprobs.tokens[:length] and choice.finish_reason == "length"
         assert reply.usage.completion_tokens == length and whole.text.startswith(choice.text)
+
+
+def test_tokens_of_thoughts_are_counted_as_far_as_they_are_sent(client: openai.OpenAI) -> None:
+    options = {"question": "What is 17 + 25?", "enable_thinking": True, "logprobs": True}
+    whole = _chat(client, **options)
+    entries, used = whole.choices[0].logprobs.content, whole.usage.reasoning_tokens
+    head = next(i for i in range(len(entries)) if _spoken(entries[:i]) == "<|channel>thought\n")
+    assert entries[head + used].token == "<channel|>"
+    for length in (1, head - 1, head, head + 1, head + 7, head + used - 1, head + used, head + used + 2):
+        usage = _chat(client, **options, max_tokens=length).usage
+        assert usage.completion_tokens == length
+        assert usage.reasoning_tokens == min(used, max(0, length - head))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -108,6 +108,10 @@ def test_a_streamed_chat_has_the_entries_of_the_whole(text: str, cuts: list[int]
     assert streamed[0]["logprobs"] is None, "the first piece has the role only"
     content = [entry for choice in streamed if choice["logprobs"] for entry in choice["logprobs"]["content"]]
     assert content == whole["logprobs"]["content"]
+    # neither is a character that several tokens make up cut
+    for field in ("content", "reasoning_content"):
+        shown = "".join(choice["delta"].get(field) or "" for choice in streamed)
+        assert shown == (whole["message"][field] or "")
 
 
 def text_shape(prompt: Any = None, *, skip_special_tokens: bool = True) -> TextShape:
