@@ -41,12 +41,12 @@ class Cycling:
         self.chosen: list[int] = []
         self.observed: list[tuple[int, Any, Any]] = []
 
-    def choose(self, caps: Any) -> int:
+    def choose(self, rids: Any, caps: Any) -> int:
         self.turn += 1
         self.chosen.append(self.lengths[self.turn * 7 % len(self.lengths)])
         return self.chosen[-1]
 
-    def observe(self, num_drafts: int, accept_lens: Any, caps: Any) -> None:
+    def observe(self, num_drafts: int, rids: Any, accept_lens: Any, caps: Any) -> None:
         self.observed.append((num_drafts, list(accept_lens), list(caps)))
 
     def observe_time(self, num_rows: int, num_drafts: int, round_s: float, host_s: float | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from sglang.srt.speculative.adaptive_length import Acceptance, AdaptiveLength, R
 
 LENGTHS = tuple(range(8))
 ANY = 1 << 30
+RIDS = [str(i) for i in range(64)]
 
 
 class Machine:
@@ -40,7 +42,7 @@ def serve(
     """Tokens per second of simulated rounds, and their lengths."""
     tokens, seconds, chosen = 0, 0.0, []
     for _ in range(rounds):
-        n = policy.choose([ANY] * num_rows)
+        n = policy.choose(RIDS[:num_rows], [ANY] * num_rows)
         lens = []
         for _ in range(num_rows):
             accepted = 0
@@ -48,7 +50,7 @@ def serve(
                 accepted += 1
             lens.append(accepted + 1)
         took = machine.round_s(num_rows, n) + machine.overhead / 1e3
-        policy.observe(n, lens, [ANY] * num_rows)
+        policy.observe(n, RIDS[:num_rows], lens, [ANY] * num_rows)
         policy.observe_time(num_rows, n, machine.round_s(num_rows, n), machine.overhead / 1e3)
         tokens, seconds = tokens + sum(lens), seconds + took
         chosen.append(n)
@@ -104,27 +106,52 @@ def test_a_wrong_measurement_is_corrected() -> None:
 
 def test_no_more_drafts_than_requests_can_use() -> None:
     policy = measured(GPU)
-    assert policy.choose([0, 0, 0]) == 0
-    assert policy.choose([2, 1]) <= 2
-    assert policy.choose([ANY]) > 2
+    assert policy.choose(RIDS[:3], [0, 0, 0]) == 0
+    assert policy.choose(RIDS[:2], [2, 1]) <= 2
+    assert policy.choose(RIDS[:1], [ANY]) > 2
     # one of many rows that can use drafts does not pay for all of them
     expensive = measured(EXPENSIVE)
-    assert expensive.choose([ANY, *[0] * 15]) == 0
+    assert expensive.choose(RIDS[:16], [ANY, *[0] * 15]) == 0
 
 
 def test_drafts_that_a_request_cannot_use_say_nothing_about_acceptance() -> None:
     acceptance, without = Acceptance(3), Acceptance(3)
-    acceptance.observe(3, [4, 1, 2], [3, 0, 1])
-    without.observe(3, [4, 4, 2], [3, 0, 1])
-    assert acceptance.rates() == without.rates()
-    for accept_len, signs in ((4, "+++"), (2, "+-="), (1, "-==")):
-        acceptance, before = Acceptance(3), Acceptance(3)
-        acceptance.observe(3, [accept_len], [9])
-        before.observe(0, [1], [9])
-        changes = zip(acceptance._reached, before._reached, acceptance._accepted, before._accepted, strict=True)
-        reached = {"+": (1, 1), "-": (1, 0), "=": (0, 0)}
-        for sign, (a, b, c, d) in zip(signs, changes, strict=True):
-            assert (a - b, c - d) == pytest.approx(reached[sign])
+    acceptance.observe(3, RIDS[:3], [4, 1, 2], [3, 0, 1])
+    without.observe(3, RIDS[:3], [4, 4, 2], [3, 0, 1])
+    assert acceptance.rates().tolist() == without.rates().tolist()
+    for accept_len, signs in ((4, "+++"), (2, "+-="), (1, "-=="), (0, "===")):
+        acceptance = Acceptance(3)
+        fade = math.exp(-min(accept_len, 1) / 2000)
+        reached, accepted = fade * acceptance._reached, fade * acceptance._accepted
+        acceptance.observe(3, RIDS[:1], [accept_len], [9])
+        changes = {"+": (1, 1), "-": (1, 0), "=": (0, 0)}
+        assert (acceptance._reached - reached).tolist() == pytest.approx([changes[sign][0] for sign in signs])
+        assert (acceptance._accepted - accepted).tolist() == pytest.approx([changes[sign][1] for sign in signs])
+
+
+def test_a_request_is_judged_by_itself_but_a_new_one_by_the_others() -> None:
+    acceptance, caps = Acceptance(4), [ANY, ANY]
+    for _ in range(20):
+        acceptance.observe(4, ["good", "bad"], [5, 1], caps)
+
+    def promise(rid: str) -> float:
+        return float(acceptance.drafts_accepted([rid], [ANY]).sum())
+
+    assert promise("good") > 1.5 * promise("new") and promise("new") > 1.5 * promise("bad")
+    both = acceptance.drafts_accepted(["good", "bad"], caps)
+    assert both.sum() == pytest.approx(promise("good") + promise("bad"))
+    before = promise("bad")
+    for _ in range(50):
+        acceptance.observe(0, ["good", "bad"], [1, 1], caps)
+    assert promise("bad") > before and promise("bad") == pytest.approx(promise("new"), rel=0.05)
+    acceptance.observe(4, ["good"], [5], [ANY])
+    assert set(acceptance._rows) == {"good"}, "who has left is forgotten"
+
+
+def test_the_shorter_of_two_lengths_that_promise_the_same() -> None:
+    policy = measured(Machine(1.0, 0.8, 0.0))  # as much as an accepted draft is worth, at the start
+    assert policy.choose(RIDS[:1], [ANY]) <= 1
+    assert measured(Machine(1.0, 0.01, 0.0)).choose(RIDS[:1], [ANY]) == 7
 
 
 def test_times_between_measured_numbers_of_requests() -> None:
@@ -154,7 +181,7 @@ def test_lengths() -> None:
     assert draft_lengths(18, coarse=False) == (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 18)
     assert [least_length((0, 2, 5), n) for n in (0, 1, 2, 3, 9)] == [0, 2, 2, 5, 5]
     fixed = FixedLength((0, 2, 5))
-    assert [fixed.choose(caps) for caps in ([0, 0], [0, 1], [ANY])] == [0, 2, 5]
+    assert [fixed.choose(RIDS[: len(caps)], caps) for caps in ([0, 0], [0, 1], [ANY])] == [0, 2, 5]
 
 
 def test_trees_have_one_shape() -> None:

@@ -65,6 +65,7 @@ class DecodeLoop:
         self._kv_manager = kv_manager
         self._length = length
         self._caps: tuple[int, ...] = ()
+        self._rids: tuple[str, ...] = ()
         self._unjudged: _Round | None = None
         self._last: _Timed | None = None
         self._readback = Readback(out.result)
@@ -110,8 +111,9 @@ class DecodeLoop:
                 self._out.load_seed(batch.spec_info)
             self._reqs, self._seed, self._committed = batch.reqs, batch.spec_info, committed
             self._caps, self._last = draft_caps(batch.reqs), None
+            self._rids = tuple(req.rid for req in batch.reqs)
         self._kv_manager.show_device()
-        width = self._length.choose(self._useful(batch)) + 1 if width is None else width
+        width = self._length.choose(self._rids, self._useful(batch)) + 1 if width is None else width
         if self._size and not exact:
             return Step(self._size, self._kind, None, width)
         asked = any(req.asked is not None for req in batch.reqs)
@@ -149,7 +151,7 @@ class DecodeLoop:
         if last is not None:
             kept = [len(req.token_ids) - num for req, num in zip(last.reqs, last.num_tokens, strict=True)]
             gained = [min(accepted, more) for accepted, more in zip(last.accept_lens, kept, strict=True)]
-            self._length.observe(last.num_drafts, gained, last.useful)
+            self._length.observe(last.num_drafts, [req.rid for req in last.reqs], gained, last.useful)
 
     def _run_timed(self, step: Step) -> None:
         """Where running waits for the end of a round, what the host does comes on top. Elsewhere a round lasts until
