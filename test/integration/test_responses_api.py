@@ -216,6 +216,18 @@ def test_cut_answers_are_incomplete(client: openai.OpenAI) -> None:
     assert {("reasoning", "incomplete"), ("function_call", "incomplete")} <= seen
 
 
+def test_log_probabilities(client: openai.OpenAI) -> None:
+    options = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "reasoning": {"effort": "high"}}
+    whole, streamed = _respond(client, SUM, **options), _streamed(client, SUM, **options)
+    shown = whole.output[-1].content[0].logprobs
+    assert "".join(entry.token for entry in shown) == "17 + 25 = 42"
+    # the answer is the most likely one, token by token
+    assert all(entry.top_logprobs[0].token == entry.token and len(entry.top_logprobs) == 2 for entry in shown)
+    again = streamed.output[-1].content[0].logprobs
+    assert [entry.token for entry in again] == [entry.token for entry in shown]
+    assert [entry.logprob for entry in again] == pytest.approx([entry.logprob for entry in shown], abs=1e-3)
+
+
 def test_instructions_and_parts_reach_the_model(client: openai.OpenAI) -> None:
     parts = [{"role": "user", "content": [{"type": "input_text", "text": SUM}]}]
     plain = _respond(client, SUM)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +16,21 @@ from fixtures.answers import ADD, FORMAT, PARIS, STOP, THOUGHT, cut, output
 from sglang.srt.entrypoints.chat_output import AnswerReader
 from sglang.srt.entrypoints.errors import ApiError
 from sglang.srt.entrypoints.openai_protocol import parse_chat_request
+from sglang.srt.entrypoints.openai_responses_logprobs import MessageLogprobs
 from sglang.srt.entrypoints.openai_responses_output import ResponseReply
 from sglang.srt.entrypoints.openai_responses_request import parse_response_request
+from sglang.srt.managers.detokenizer_manager import TokenPieces
+from sglang.srt.managers.generate_output import Logprobs
 from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.sampling.logprobs import TokenLogprobs
+from sglang.srt.utils.embedded import EMBEDDED_MODELS
+from sglang.srt.utils.hf_transformers.tokenizer import load_tokenizer
 
 TOOL = {"type": "function", "name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'}
+TOKENIZER = load_tokenizer(Path(EMBEDDED_MODELS["tiny-gemma4"].target), trust_remote_code=False)
+PIECES = TokenPieces(TOKENIZER)
+LOGPROBS = MessageLogprobs(PIECES, FORMAT)
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "r"}
 
 
@@ -163,7 +175,7 @@ def test_errors_of_unknown_fields_and_of_lengths() -> None:
 
 def run(pieces: Sequence[str], finish: FinishReason = STOP) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """All events of a stream, and the response."""
-    reply, reader = ResponseReply({"model": "pet"}), AnswerReader(FORMAT)
+    reply, reader = ResponseReply({"model": "pet"}, LOGPROBS), AnswerReader(FORMAT)
     outs = [output(piece) for piece in pieces[:-1]] + [output(pieces[-1], finish)]
     events = reply.begin(outs[0])
     for out in outs:
@@ -216,6 +228,42 @@ def test_events_add_up_to_the_response(parts: list[str], places: list[int], fini
     assert (response["status"] == "incomplete") is (finish.type == "length")
 
 
+def run_with_logprobs(said: str, places: Sequence[int]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The same with a log-probability for each token, cut between tokens."""
+    chosen = replace(FORMAT, thought_tokens=PIECES.thought_tokens)
+    reply, reader = ResponseReply({}, MessageLogprobs(PIECES, chosen)), AnswerReader(chosen)
+    ids = TOKENIZER.encode(said, add_special_tokens=False)
+    entries = [TokenLogprobs(token_id, -float(i), ((-float(i), token_id),)) for i, token_id in enumerate(ids)]
+    bounds = [0, *sorted(min(place, len(ids)) for place in places), len(ids)]
+    events: list[dict[str, Any]] = []
+    for low, high in pairwise(bounds):
+        piece = b"".join(map(PIECES.piece, ids[low:high])).decode()
+        logprobs = Logprobs((), tuple(entries[low:high]), True, False, None)
+        out = replace(output(piece), logprobs=logprobs)
+        events += reply.add(reader.read(out), out)
+    last = output("", STOP)
+    return events + reply.add(reader.read(last), last) + reply.end(last, reader), reply.whole()
+
+
+@settings(max_examples=50, deadline=None)
+@given(places=st.lists(st.integers(0, 80), max_size=10))
+def test_log_probabilities_are_those_of_the_messages_tokens(places: list[int]) -> None:
+    said = f"{THOUGHT}One city. {PARIS}And two numbers:{ADD}\n"
+    events, response = run_with_logprobs(said, places)
+    assert nameless(response) == nameless(run_with_logprobs(said, [])[1])
+    kinds = [item["type"] for item in response["output"]]
+    assert kinds == ["reasoning", "message", "function_call", "message", "function_call"]
+    for index in (1, 3):
+        (part,) = response["output"][index]["content"]
+        assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"]
+        own = [event for event in events if event.get("output_index") == index]
+        deltas = [event["logprobs"] for event in own if event["type"] == "response.output_text.delta"]
+        assert [entry for shown in deltas for entry in shown] == part["logprobs"]
+        (done,) = [event for event in own if event["type"] == "response.output_text.done"]
+        assert done["logprobs"] == part["logprobs"]
+        assert part["logprobs"][0]["top_logprobs"][0]["logprob"] == part["logprobs"][0]["logprob"]
+
+
 def test_a_call_that_ended_stays_complete_when_the_answer_is_cut() -> None:
     _, response = run([PARIS], FinishReason("length", length=9))
     assert response["output"][0]["status"] == "completed" and response["status"] == "incomplete"
@@ -225,7 +273,7 @@ def test_a_call_that_ended_stays_complete_when_the_answer_is_cut() -> None:
 
 
 def test_failures_are_events() -> None:
-    reply, reader = ResponseReply({}), AnswerReader(FORMAT)
+    reply, reader = ResponseReply({}, LOGPROBS), AnswerReader(FORMAT)
     out = output("text ")
     sent = reply.begin(out) + reply.add(reader.read(out), out)
     failed = reply.fail(ApiError(500, "broken"))

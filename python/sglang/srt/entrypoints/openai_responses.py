@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from sglang.srt.entrypoints.chat_plan import ChatPlan
 from sglang.srt.entrypoints.errors import ApiError
+from sglang.srt.entrypoints.openai_responses_logprobs import MessageLogprobs
 from sglang.srt.entrypoints.openai_responses_output import ResponseReply
 from sglang.srt.entrypoints.openai_responses_request import parse_response_request
 from sglang.srt.entrypoints.openai_serving import OpenAIServing
@@ -41,7 +42,9 @@ def responses_routes(manager: TokenizerManager, openai: OpenAIServing) -> APIRou
         body = await read_object(request)
         translated = parse_response_request(body)
         plan = await plan_translated(openai, translated)
-        chat = TranslatedChat(manager, translated, plan, ResponseReply(_head(body, plan, openai.model_name)))
+        logprobs = MessageLogprobs(manager.pieces, plan.answer_format)
+        reply = ResponseReply(_head(body, plan, openai.model_name), logprobs)
+        chat = TranslatedChat(manager, translated, plan, reply)
         if chat.is_stream:
             return EventStream(chat.stream(), named=True)
         return json_response(await while_connected(request.receive, chat.whole()))

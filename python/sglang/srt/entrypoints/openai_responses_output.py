@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from sglang.srt.entrypoints.chat_output import AnswerReader
 from sglang.srt.entrypoints.errors import ApiError
+from sglang.srt.entrypoints.openai_responses_logprobs import MessageLogprobs
 from sglang.srt.entrypoints.parsers.base import ContentText, Event, ReasoningText, ToolCallArguments, ToolCallBegin
 from sglang.srt.managers.generate_output import GenerateOutput
 
@@ -18,7 +20,7 @@ _TextKind = Literal["message", "reasoning"]
 class ResponseReply:
     """See ``Reply``. ``head``: the fields of the response that its request settles."""
 
-    def __init__(self, head: Mapping[str, Any]) -> None:
+    def __init__(self, head: Mapping[str, Any], logprobs: MessageLogprobs) -> None:
         self._response: dict[str, Any] = {
             "id": _new_id("resp"),
             "object": "response",
@@ -32,12 +34,16 @@ class ResponseReply:
         self._items: list[dict[str, Any]] = []
         self._open: _TextItem | _CallItem | None = None
         self._num_events = 0
+        self._logprobs = logprobs
+        self._num_messages = 0
 
     def begin(self, out: GenerateOutput) -> list[dict[str, Any]]:
         steps = ("response.created", "response.in_progress")
         return self._numbered([{"type": step, "response": dict(self._response)} for step in steps])
 
     def add(self, events: Sequence[Event], out: GenerateOutput) -> list[dict[str, Any]]:
+        if out.logprobs is not None:
+            self._logprobs.read(out.logprobs.output)
         return self._numbered([sent for event in events for sent in self._take(event)])
 
     def end(self, out: GenerateOutput, reader: AnswerReader) -> list[dict[str, Any]]:
@@ -68,13 +74,20 @@ class ResponseReply:
             kind: _TextKind = "reasoning" if isinstance(event, ReasoningText) else "message"
             opened = []
             if not isinstance(self._open, _TextItem) or self._open.kind != kind:
-                opened = self._begin(lambda index: _TextItem(index, kind))
+                opened = self._begin(self._make_thought if kind == "reasoning" else self._make_message)
             assert isinstance(self._open, _TextItem)
             return [*opened, self._open.grow(event.text)]
         if isinstance(event, ToolCallBegin):
             return self._begin(lambda index: _CallItem(index, event.name))
         assert isinstance(self._open, _CallItem), event
         return [self._open.grow(event.text)] if isinstance(event, ToolCallArguments) else self._close("completed")
+
+    def _make_thought(self, index: int) -> _TextItem:
+        return _TextItem(index, "reasoning", lambda first: [])
+
+    def _make_message(self, index: int) -> _TextItem:
+        self._num_messages += 1
+        return _TextItem(index, "message", partial(self._logprobs.of_message, self._num_messages - 1))
 
     def _begin(self, make: Callable[[int], _TextItem | _CallItem]) -> list[dict[str, Any]]:
         closed = self._close("completed")
@@ -95,33 +108,38 @@ class ResponseReply:
 
 
 class _TextItem:
-    """A message or a thought, with one part."""
+    """A message or a thought, with one part. ``logprobs``: entries of its tokens from a given one on."""
 
-    def __init__(self, index: int, kind: _TextKind) -> None:
+    def __init__(self, index: int, kind: _TextKind, logprobs: Callable[[int], list[dict[str, Any]]]) -> None:
         self.kind = kind
         self._index = index
         self._id = _new_id("msg" if kind == "message" else "rs")
         self._text: list[str] = []
+        self._logprobs_from = logprobs
+        self._num_shown = 0
         self._event = "response.output_text" if kind == "message" else "response.reasoning_text"
         self._place = {"item_id": self._id, "output_index": index, "content_index": 0}
 
     def begin(self) -> list[dict[str, Any]]:
         return [
             _item_event("added", self._index, self._item("in_progress", [])),
-            {"type": "response.content_part.added", **self._place, "part": self._part("")},
+            {"type": "response.content_part.added", **self._place, "part": self._part("", [])},
         ]
 
     def grow(self, text: str) -> dict[str, Any]:
         self._text.append(text)
-        return {"type": f"{self._event}.delta", **self._place, "delta": text, **self._logprobs()}
+        logprobs = self._logprobs_from(self._num_shown)
+        self._num_shown += len(logprobs)
+        return {"type": f"{self._event}.delta", **self._place, "delta": text, **self._with(logprobs)}
 
     def end(self, status: _Status) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The item, and the events that end it."""
         text = "".join(self._text)
-        part = self._part(text)
+        logprobs = self._logprobs_from(0)
+        part = self._part(text, logprobs)
         item = self._item(status, [part])
         return item, [
-            {"type": f"{self._event}.done", **self._place, "text": text, **self._logprobs()},
+            {"type": f"{self._event}.done", **self._place, "text": text, **self._with(logprobs)},
             {"type": "response.content_part.done", **self._place, "part": part},
             _item_event("done", self._index, item),
         ]
@@ -130,13 +148,13 @@ class _TextItem:
         own: dict[str, Any] = {"role": "assistant"} if self.kind == "message" else {"summary": []}
         return {"id": self._id, "type": self.kind, "status": status, **own, "content": content}
 
-    def _part(self, text: str) -> dict[str, Any]:
+    def _part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], **self._logprobs()}
+        return {"type": "output_text", "text": text, "annotations": [], **self._with(logprobs)}
 
-    def _logprobs(self) -> dict[str, Any]:
-        return {"logprobs": []} if self.kind == "message" else {}
+    def _with(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"logprobs": logprobs} if self.kind == "message" else {}
 
 
 class _CallItem:
