@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +124,84 @@ def test_an_interrupt_ends_everything_and_lets_short_requests_finish(tmp_path: P
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert server.process.wait(15) == 0
         assert _gone(scheduler) and "Traceback" not in server.output
+
+
+def _streams(server: ServerProcess, pool: ThreadPoolExecutor) -> list[Future[str]]:
+    """Endless requests, one as /generate and one as a chat streams it, which have begun; what each of them gets."""
+    chat = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 6000, "ignore_eos": True}
+    begun = [threading.Event(), threading.Event()]
+
+    def read(path: str, body: dict[str, Any], has_begun: threading.Event) -> str:
+        text = ""
+        with httpx.stream("POST", server.url + path, json=body | {"stream": True}, timeout=60) as stream:
+            for piece in stream.iter_text():
+                text += piece
+                has_begun.set()
+        return text
+
+    futures = [
+        pool.submit(read, "/generate", LONG, begun[0]),
+        pool.submit(read, "/v1/chat/completions", chat, begun[1]),
+    ]
+    assert all(event.wait(30) for event in begun)
+    return futures
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_requests_that_do_not_finish_in_time_get_a_final_event(tmp_path: Path, patient: bool) -> None:
+    """One signal and a short time, or a long time and a second signal."""
+    limit = ("--shutdown-timeout", "600" if patient else "0.3")
+    with ready_server(tmp_path, "--skip-server-warmup", *limit) as server, ThreadPoolExecutor(2) as pool:
+        streams = _streams(server, pool)
+        server.process.send_signal(signal.SIGTERM)
+        if patient:
+            # the listening socket closes first
+            wait_until(lambda: not _answers(server), "the server to stop listening")
+            assert not any(stream.done() for stream in streams)
+            server.process.send_signal(signal.SIGTERM)
+        native, chat = (stream.result() for stream in streams)
+        for text in (native, chat):
+            assert text.endswith("data: [DONE]\n\n") and '"error"' not in text
+        events = native.split("\n\n")
+        reason = json.loads(events[-3].removeprefix("data: "))["meta_info"]["finish_reason"]
+        assert reason["type"] == "abort"
+        last = json.loads(chat.split("\n\n")[-3].removeprefix("data: "))
+        assert last["choices"][0]["finish_reason"] == "abort"
+        assert server.process.wait(20) == 0
+        assert "2 requests are aborted" in server.output and "Traceback" not in server.output
+
+
+def _answers(server: ServerProcess) -> bool:
+    try:
+        return httpx.get(f"{server.url}/health").status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
+class _Sleeps:
+    """Unpickling it takes for ever."""
+
+    def __reduce__(self) -> tuple[Any, tuple[float]]:
+        return time.sleep, (3600.0,)
+
+
+def test_a_scheduler_that_hangs_ends_the_server_and_is_explained(tmp_path: Path) -> None:
+    flags = ("--enable-custom-logit-processor", "--watchdog-timeout", "2", "--soft-watchdog-timeout", "0.5")
+    with ready_server(tmp_path, "--skip-server-warmup", *flags) as server, ThreadPoolExecutor(3) as pool:
+        scheduler = server.scheduler_pid()
+        stream, _ = _streams(server, pool)
+        processor = json.dumps({"callable": pickle.dumps(_Sleeps()).hex()})
+        hanging = pool.submit(
+            lambda: httpx.post(f"{server.url}/generate", json=LONG | {"custom_logit_processor": processor}, timeout=60)
+        )
+        message = "the scheduler hung for longer than --watchdog-timeout"
+        reply = hanging.result()
+        assert reply.status_code == 500 and message in reply.json()["error"]["message"]
+        assert message in stream.result() and stream.result().endswith("data: [DONE]\n\n")
+        assert server.process.wait(30) == 1
+        assert _gone(scheduler)
+        assert server.output.count("the scheduler hangs in stage receive, for ") == 2, "once soft, once hard"
+        assert "_unpickle" in server.output and f"error: {message}" in server.output
 
 
 def test_a_signal_during_start_up_ends_everything(tmp_path: Path) -> None:
