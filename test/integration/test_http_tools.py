@@ -114,7 +114,7 @@ def test_calls_whole_and_streamed(client: openai.OpenAI, options: dict[str, Any]
 def test_a_named_tool_is_called_whatever_is_asked(client: openai.OpenAI, tool: dict[str, Any], thinking: bool) -> None:
     function = tool["function"]
     choice = {"type": "function", "function": {"name": function["name"]}}
-    options = {"tools": TOOLS, "tool_choice": choice, "enable_thinking": thinking, "max_tokens": 200}
+    options = {"tools": TOOLS, "tool_choice": choice, "enable_thinking": thinking, "max_tokens": 90}
     whole = _summary(_ask(client, ASK_WEATHER, **options))
     assert whole == _streamed(client, ASK_WEATHER, **options)
     content, reasoning, calls, end = whole

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from typing import Any
 
 import pytest
@@ -65,6 +67,17 @@ def test_values(schema: Any, good: list[str], bad: list[str]) -> None:
     grammar = make_call_grammar([tool("f", {"a": schema}, ["a"])], parallel=False)
     assert [value for value in good if not accepts(grammar, call("f", f"a:{value}"))] == []
     assert [value for value in bad if accepts(grammar, call("f", f"a:{value}"))] == []
+
+
+def test_strings_are_all_texts_without_a_part_of_a_marker() -> None:
+    grammar = xgrammar.Grammar.from_ebnf(make_call_grammar([tool("f", {"a": TEXT}, ["a"])], parallel=False))
+    for length in range(6):
+        for chars in itertools.product("a<|>", repeat=length):
+            text = "".join(chars)
+            # what is open at the end would join the quote
+            expected = re.fullmatch(r"([^<|]|<+[^<|]|\|+[^<|>])*", text) is not None
+            taken = xgrammar.testing._is_grammar_accept_string(grammar, call("f", f"a:{Q}{text}{Q}"))
+            assert taken is expected, text
 
 
 def test_names_come_in_order_and_required_ones_always() -> None:

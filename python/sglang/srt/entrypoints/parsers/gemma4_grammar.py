@@ -13,10 +13,11 @@ from typing import Any
 from sglang.srt.entrypoints.parsers.gemma4_arguments import CALL_CLOSE, CALL_OPEN, QUOTE
 
 _MAX_DEPTH = 64
-# what can stand anywhere; text has neither "<|" nor "|>", of which every marker has one
+# what can stand anywhere; text has neither "<|" nor "|>", of which every marker has one. A repeated class of
+# characters is one state, whose mask is known; a repeated choice would have to be looked into at every token
 _COMMON_RULES = rf"""
 string ::= {json.dumps(QUOTE)} text {json.dumps(QUOTE)}
-text ::= ([^<|] | "<"+ [^<|] | "|"+ [^<|>])*
+text ::= [^<|]* (("<"+ [^<|] | "|"+ [^<|>]) [^<|]*)*
 integer ::= "-"? ("0" | [1-9] [0-9]*)
 number ::= integer ("." [0-9]+)? ([eE] [+-]? [0-9]+)?
 boolean ::= "true" | "false"
