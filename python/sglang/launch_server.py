@@ -21,9 +21,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     # imported here, so that a wrong flag is reported before the engine's libraries are loaded, and so that worker
     # processes, which import this module again, do not load a web server
-    from sglang.srt.entrypoints.http_server import launch_server
+    if server_args.node_rank > 0:
+        from sglang.srt.entrypoints.launch import compute_only
 
-    launch_server(server_args)
+        compute_only(server_args)
+    else:
+        from sglang.srt.entrypoints.http_server import launch_server
+
+        launch_server(server_args)
     return 0
 
 

@@ -8,6 +8,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -90,14 +91,27 @@ class SchedulerProcess:
         for process in self._ranks.values():
             asyncio.get_running_loop().remove_reader(process.sentinel)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a process has ended otherwise than it should."""
+        return any(process.exitcode not in (None, 0) for process in self._ranks.values())
+
+    @property
+    def _has_ended(self) -> bool:
+        return any(process.exitcode is not None for process in self._ranks.values())
+
     def stop(self) -> None:
-        """Ask the processes to end, insist, and wait until they have; then remove the sockets."""
-        if all(process.is_alive() for process in self._ranks.values()):
+        """Ask the processes to end, insist, and wait until they have; then remove the sockets.
+
+        Where one has failed, the others would wait for it; and only rank 0 can be asked.
+        """
+        if 0 in self._ranks:
             self.channel.send(ControlReq("shutdown", "shutdown"))
+        if not self.has_failed and (0 in self._ranks or self._has_ended):
             deadline = time.monotonic() + _SHUTDOWN_S
             for process in self._ranks.values():
                 process.join(max(0.0, deadline - time.monotonic()))
-        for process in self._ranks.values():  # without one of them, the others wait for it
+        for process in self._ranks.values():
             if process.is_alive():
                 process.kill()
             process.join()
@@ -106,17 +120,44 @@ class SchedulerProcess:
 
     def _how_it_ended(self) -> str:
         """Of the process that ended first, as far as can be told: one that a signal ended did not follow another."""
-        multiprocessing.connection.wait([process.sentinel for process in self._ranks.values()], _LAST_WORDS_S)
+        ended = multiprocessing.connection.wait([process.sentinel for process in self._ranks.values()], _LAST_WORDS_S)
         for process in self._ranks.values():
-            process.join(0)
+            if process.sentinel in ended:
+                process.join()
         codes = {rank: process.exitcode for rank, process in self._ranks.items() if process.exitcode is not None}
         rank, code = min(codes.items(), key=lambda item: (item[1] >= 0, item[1] == 0), default=(0, None))
-        name = "the scheduler" if len(self._ranks) == 1 else f"the scheduler of rank {rank}"
+        of_rank = "" if len(self._ranks) == 1 else f" of rank {rank}"
         if code is not None and code < 0:
-            return f"{name} process was ended by {signal.Signals(-code).name}"
+            return f"the scheduler process{of_rank} was ended by {signal.Signals(-code).name}"
         if code == HUNG_EXIT_STATUS:
-            return f"{name} hung for longer than --watchdog-timeout and was ended; its log above names the stage"
-        return f"{name} process ended with exit status {code}; its log above says why"
+            fate = "hung for longer than --watchdog-timeout and was ended; its log above names the stage"
+            return f"the scheduler{of_rank} {fate}"
+        return f"the scheduler process{of_rank} ended with exit status {code}; its log above says why"
+
+
+def compute_only(server_args: ServerArgs) -> None:
+    """Run the ranks of a machine that does not serve, until those of machine 0 end, or SIGINT or SIGTERM comes.
+
+    ``SystemExit`` with status 1 and one sentence on stderr when one of them ends otherwise.
+    """
+    cause = asyncio.run(_compute_only(server_args))
+    if cause is not None:
+        print(f"error: {cause}", file=sys.stderr, flush=True)
+        raise SystemExit(1)
+
+
+async def _compute_only(server_args: ServerArgs) -> str | None:
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[str | None] = loop.create_future()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: ended.done() or ended.set_result(None))
+    scheduler = SchedulerProcess(server_args)
+    try:
+        scheduler.watch(lambda cause: ended.done() or ended.set_result(cause))
+        cause = await ended
+        return cause if scheduler.has_failed else None
+    finally:
+        scheduler.stop()
 
 
 def _ranks_here(args: ServerArgs, folder: Path) -> list[TpRank]:
