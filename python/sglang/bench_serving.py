@@ -17,7 +17,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from sglang.benchmark.client import APIS, Outcome, RequestError, send_request
-from sglang.benchmark.datasets import DATASET_NAMES, Prompt, PromptMaker
+from sglang.benchmark.datasets import Prompt, PromptMaker
+from sglang.benchmark.options import add_dataset_options, check_dataset_options, count, json_object
 from sglang.benchmark.report import Run, details, figures, render
 from sglang.srt.utils.hf_transformers.hub import resolve_model_path
 from sglang.srt.utils.hf_transformers.tokenizer import load_tokenizer
@@ -151,15 +152,14 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; exits with one sentence where it makes no sense."""
     parser = argparse.ArgumentParser(prog="python -m sglang.bench_serving", description=__doc__, allow_abbrev=False)
     _add_server_options(parser)
-    _add_dataset_options(parser)
+    add_dataset_options(parser)
     _add_load_options(parser)
     args = parser.parse_args(argv)
     if args.base_url is None:
         args.base_url = f"http://{args.host}:{args.port or _PORTS.get(args.backend, _PORT)}"
     if not args.request_rate > 0:
         parser.error(f"--request-rate must be above 0, got {args.request_rate}")
-    if not 0 <= args.random_range_ratio <= 1:
-        parser.error(f"--random-range-ratio must be from 0 to 1, got {args.random_range_ratio}")
+    check_dataset_options(parser, args)
     if args.tokenize_prompt and args.backend.endswith("-chat"):
         parser.error("--tokenize-prompt makes token ids, which a chat cannot take: use another --backend")
     return args
@@ -170,40 +170,20 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     add("--backend", choices=tuple(APIS), default="sglang", help="which API to ask: /generate, completions or chat")
     add("--base-url", help="address of the server; default: from --host and --port")
     add("--host", default="127.0.0.1")
-    add("--port", type=_count, help="default: 30000, or 8000 for vllm")
+    add("--port", type=count, help="default: 30000, or 8000 for vllm")
     add("--model", help="name to send; default: what the server says it serves")
     add("--tokenizer", help="directory, Hugging Face id or embedded model; default: the server's")
     add("--api-key", help="key to send as a bearer token")
     add("--header", nargs="+", type=_header, metavar="NAME=VALUE", help="further headers")
-    add("--extra-request-body", type=_object, default={}, metavar="JSON", help="fields to add to every request")
+    add("--extra-request-body", type=json_object, default={}, metavar="JSON", help="fields to add to every request")
     add("--disable-stream", action="store_true", help="ask for whole replies; there are no times of tokens then")
     add("--disable-ignore-eos", action="store_true", help="let answers end by themselves")
-
-
-def _add_dataset_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("prompts").add_argument
-    add("--dataset-name", choices=DATASET_NAMES, default="random")
-    add("--dataset-path", type=Path, help="file of sharegpt (JSON) or custom (JSONL)")
-    add("--num-prompts", type=_count, default=1000)
-    add("--seed", type=int, default=1)
-    add("--tokenize-prompt", action="store_true", help="send token ids, whose number is exact")
-    add("--apply-chat-template", action="store_true", help="wrap each text as a user's message first")
-    add("--random-input-len", type=_count, default=1024)
-    add("--random-output-len", type=_count, default=1024)
-    add("--random-range-ratio", type=float, default=0.0, help="lengths are drawn from this part of them up to them")
-    add("--sharegpt-output-len", type=_count, help="default: as long as the answer in the file")
-    add("--sharegpt-context-len", type=_count, help="leave out what is longer, prompt and answer together")
-    add("--gsp-num-groups", type=_count, default=64, help="system prompts of generated-shared-prefix")
-    add("--gsp-prompts-per-group", type=_count, default=16, help="questions behind each of them")
-    add("--gsp-system-prompt-len", type=_count, default=2048)
-    add("--gsp-question-len", type=_count, default=128)
-    add("--gsp-output-len", type=_count, default=256)
 
 
 def _add_load_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("load and output").add_argument
     add("--request-rate", type=float, default=float("inf"), help="requests per second, at random times; inf: at once")
-    add("--max-concurrency", type=_count, help="most requests under way; default: no limit")
+    add("--max-concurrency", type=count, help="most requests under way; default: no limit")
     add("--warmup-requests", type=int, default=1, help="requests before the measurement")
     add("--flush-cache", action="store_true", help="empty the server's prefix cache before the measurement")
     add("--output-file", type=Path, help="file that gets one more line of JSON")
@@ -211,28 +191,11 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
     add("--disable-tqdm", action="store_true", help="show no progress")
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
-
-
 def _header(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
     return name, value
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r:.200}")
-    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
