@@ -59,6 +59,7 @@ _ERROR = object_of(
     ("message", "type", "param", "code"),
     more=False,
 )
+_EVENT = object_of({"event": types.TEXT, "data": types.TEXT}, ("data",))
 _OPENAI_ERROR = object_of({"error": _ERROR}, ("error",), more=False)
 _ANTHROPIC_ERROR = object_of({"type": types.choice_of("error"), "error": types.OBJECT}, ("type", "error"), more=False)
 
@@ -178,7 +179,7 @@ def _describe(operation: dict[str, Any], path: str, method: str) -> None:
     if path not in _WITHOUT_BODY:
         good["content"] = {route.text: {"schema": types.TEXT}} if route.text else _json(route.reply or types.ANY)
     if route.streams:
-        good["content"]["text/event-stream"] = {"schema": types.TEXT}
+        good["content"]["text/event-stream"] = {"schema": _EVENT}
     error = "AnthropicError" if path.startswith("/v1/messages") else "Error"
     refused = {"description": "an error", "content": _json({"$ref": f"#/components/schemas/{error}"})}
     operation["responses"] = {"200": good, "default": refused}
