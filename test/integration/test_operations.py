@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +15,39 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from fixtures.changed_checkpoint import change_checkpoint
 from fixtures.server_process import ServerProcess, ready_server
 from fixtures.source_tree import ROOT
+from fixtures.waiting import wait_until
 from sglang import bench_serving
 from sglang.srt.server_args import prepare_server_args
+from sglang.srt.utils.embedded import EmbeddedModel
 
 LOAD = ("--num-prompts", "12", "--max-concurrency", "4", "--disable-tqdm", "--output-details")
 SIZES = ("--random-input-len", "60", "--random-output-len", "24", "--random-range-ratio", "0.5")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    args = ("--speculative-algorithm", "FROZEN_KV_MTP", "--enable-metrics", "--api-key", "user")
-    with ready_server(tmp_path_factory.mktemp("operations"), *args, "--admin-api-key", "admin") as running:
-        yield running
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("operations")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, trained_pair: EmbeddedModel) -> Iterator[ServerProcess]:
+    weights = folder / "weights"
+    change_checkpoint(trained_pair.target, weights / "other")
+    args = ("--speculative-algorithm", "FROZEN_KV_MTP", "--enable-metrics", "--update-weights-dir", str(weights))
+    keys = ("--api-key", "user", "--admin-api-key", "admin")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_TORCH_PROFILER_DIR", str(folder / "traces"))
+        with ready_server(folder, *args, *keys) as running:
+            yield running
+
+
+@pytest.fixture
+def admin(server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, headers={"Authorization": "Bearer admin"}, timeout=60) as client:
+        yield client
 
 
 def _scrape(server: ServerProcess) -> dict[str, float]:
@@ -134,6 +156,111 @@ def test_the_keys(server: ServerProcess) -> None:
     info = httpx.get(f"{server.url}/server_info", headers={"Authorization": "Bearer admin"}).json()
     assert info["enable_metrics"] is True and not {"api_key", "admin_api_key"} & set(info)
     assert "admin" not in json.dumps(info)
+
+
+def _body(i: int, num_tokens: int, **more: Any) -> dict[str, Any]:
+    params = {"max_new_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
+    return {"input_ids": [2, 100 + i, 200 + i, 300 + i], "sampling_params": params, **more}
+
+
+def test_a_profile_of_some_steps(admin: httpx.Client, folder: Path) -> None:
+    traces = folder / "traces"
+    assert admin.post("/stop_profile").status_code == 400
+    started = admin.post("/start_profile", json={"num_steps": 3, "start_step": 2, "record_shapes": True})
+    assert started.status_code == 200 and started.json()["output_dir"] == str(traces)
+    again = admin.post("/start_profile")
+    assert again.status_code == 400 and "running already" in again.json()["error"]["message"]
+    admin.post("/generate", json=_body(0, 60)).raise_for_status()
+    # it ended by itself
+    assert admin.post("/stop_profile").status_code == 400
+    assert admin.get("/start_profile").status_code == 200
+    admin.post("/generate", json=_body(1, 10)).raise_for_status()
+    stopped = admin.post("/stop_profile").json()
+    files = sorted(traces.iterdir())
+    assert len(files) == 2 and stopped["output_file"] == str(files[-1])
+    for file in files:
+        names = {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+        assert any(name and name.startswith("aten::") for name in names), file
+    assert admin.get("/health_generate").status_code == 200
+
+
+def test_weights_change_between_requests_under_load(admin: httpx.Client, trained_pair: EmbeddedModel) -> None:
+    probe = _body(0, 12)
+
+    def ask() -> list[int]:
+        ids: list[int] = admin.post("/generate", json=probe).raise_for_status().json()["output_ids"]
+        return ids
+
+    def update(path: str, **more: Any) -> dict[str, Any]:
+        reply: dict[str, Any] = admin.post("/update_weights_from_disk", json={"model_path": path, **more}).json()
+        return reply
+
+    before = ask()
+    with ThreadPoolExecutor(4) as pool:
+        for abort in (False, True):
+            # long enough to run all at once on a busy machine
+            load = [pool.submit(admin.post, "/generate", json=_body(i, 6000 if abort else 1500)) for i in range(4)]
+            wait_until(lambda: _running(admin) == 4, "the load to run")
+            assert update("other", abort_all_requests=abort) == {
+                "success": True,
+                "message": "Succeeded to update model weights.",
+                "num_paused_requests": 4,
+            }
+            ends = [future.result().json()["meta_info"]["finish_reason"]["type"] for future in load]
+            assert ends == ["abort" if abort else "length"] * 4
+            after = ask()
+            assert after != before
+            refused = admin.post("/update_weights_from_disk", json={"model_path": "../traces"})
+            assert refused.status_code == 400 and ask() == after
+            assert update(str(trained_pair.target))["success"] and ask() == before
+    assert admin.get("/server_info").json()["integrity"]["ok"]
+
+
+def _running(client: httpx.Client) -> int:
+    state = client.get("/get_internal_state").json()[0]
+    return int(state["num_running_reqs"])
+
+
+def test_pausing_and_continuing_under_load(admin: httpx.Client) -> None:
+    expected = [admin.post("/generate", json=_body(i, 80)).json()["output_ids"] for i in range(6)]
+    stop = threading.Event()
+
+    def ask_again_and_again(i: int) -> int:
+        asked = 0
+        while not stop.is_set() or not asked:
+            reply = admin.post("/generate", json=_body(i, 80)).raise_for_status().json()
+            ids, end = reply["output_ids"], reply["meta_info"]["finish_reason"]["type"]
+            assert ids == expected[i] if end == "length" else end == "abort" and ids == expected[i][: len(ids)]
+            asked += 1
+        return asked
+
+    with ThreadPoolExecutor(6) as pool:
+        load = [pool.submit(ask_again_and_again, i) for i in range(6)]
+        try:
+            for _ in range(8):
+                assert admin.post("/pause_generation").status_code == 200
+                assert admin.get("/ready").status_code == 503
+                wait_until(lambda: _running(admin) == 0, "the paused server to be idle")
+                assert admin.post("/continue_generation").status_code == 200
+        finally:
+            stop.set()
+            admin.post("/continue_generation")
+        assert all(future.result() >= 1 for future in load)
+    info = admin.get("/server_info").json()
+    assert info["integrity"]["ok"] and info["num_pending_requests"] == 0
+
+
+def test_settings_that_change(admin: httpx.Client) -> None:
+    def num_events() -> int:
+        text = admin.post("/generate", json=_body(0, 900, stream=True)).raise_for_status().text
+        return text.count('"meta_info"')
+
+    assert num_events() > 2
+    assert admin.post("/set_internal_state", json={"server_args": {"stream_interval": 1000}}).json() == [True]
+    assert num_events() <= 2  # the first token, and all others
+    assert admin.get("/server_info").json()["stream_interval"] == 1000
+    assert admin.post("/set_internal_state", json={"server_args": {"stream_interval": 1}}).json() == [True]
+    assert num_events() > 2
 
 
 def test_the_documented_commands(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:

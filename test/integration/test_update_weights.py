@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
+from fixtures.changed_checkpoint import change_checkpoint
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.utils.embedded import EmbeddedModel
 
@@ -23,25 +22,13 @@ SPEC = {"speculative_algorithm": "FROZEN_KV_MTP"}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def _changed(source: Path, folder: Path) -> Path:
-    """A copy of a checkpoint with other values in its norms."""
-    shutil.copytree(source, folder)
-    for file in folder.glob("*.safetensors"):
-        tensors = load_file(file)
-        generator = torch.Generator().manual_seed(5)
-        for name, tensor in tensors.items():
-            if name.endswith("norm.weight"):
-                noise = torch.rand(tensor.shape, generator=generator) * 0.8 + 0.6
-                tensors[name] = (tensor.float() * noise).to(tensor.dtype)
-        save_file(tensors, file)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def others(trained_pair: EmbeddedModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Another target and another assistant of the shipped pair's shape."""
     folder = tmp_path_factory.mktemp("others")
-    return _changed(trained_pair.target, folder / "target"), _changed(trained_pair.assistant, folder / "assistant")
+    return change_checkpoint(trained_pair.target, folder / "target"), change_checkpoint(
+        trained_pair.assistant, folder / "assistant"
+    )
 
 
 def _engine(**kwargs: Any) -> Engine:
