@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 
 logger = logging.getLogger(__name__)
 
+# exit status of a process that ended because another rank did
+RANK_LOST_EXIT_STATUS = 87
 _LOCAL = "127.0.0.1"
 _TOKEN_BYTES = 16
 _LENGTH_BYTES = 4
@@ -126,4 +128,4 @@ def _watch(number: int, follower: socket.socket) -> None:
     if last_words != _GOODBYE:
         logger.critical("rank %d has ended or is out of reach: this rank cannot go on", number)
         logging.shutdown()
-        os._exit(1)
+        os._exit(RANK_LOST_EXIT_STATUS)

@@ -139,11 +139,21 @@ class TpGroup:
 
 
 def join_group(rank: TpRank, device: torch.device) -> TpGroup:
-    """Meet the other ranks; returns when all of them are here. ``RuntimeError`` when one does not come in time."""
+    """Meet the other ranks; returns when all of them are here. ``ValueError`` when one does not come in time."""
     if rank.size == 1:
         return TpGroup()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    try:
+        return _join(rank, device)
+    except (RuntimeError, OSError) as error:
+        raise ValueError(
+            f"rank {rank.rank} did not meet the other {rank.size - 1} at {rank.rendezvous} ({error}): start every "
+            "machine, with the same --dist-init-addr, a free port of machine 0"
+        ) from error
+
+
+def _join(rank: TpRank, device: torch.device) -> TpGroup:
     dist.init_process_group(
         _CUDA_BACKENDS if device.type == "cuda" else _CPU_BACKEND,
         init_method=rank.rendezvous,

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from sglang.srt.distributed.lockstep import RANK_LOST_EXIT_STATUS
 from sglang.srt.distributed.parallel_state import TpRank
 from sglang.srt.managers.channel import ZmqManagerChannel
 from sglang.srt.managers.io_struct import ControlReq, SchedulerReady
@@ -125,10 +126,13 @@ class SchedulerProcess:
             if process.sentinel in ended:
                 process.join()
         codes = {rank: process.exitcode for rank, process in self._ranks.items() if process.exitcode is not None}
-        rank, code = min(codes.items(), key=lambda item: (item[1] >= 0, item[1] == 0), default=(0, None))
+        followed = (0, RANK_LOST_EXIT_STATUS)
+        rank, code = min(codes.items(), key=lambda item: (item[1] >= 0, item[1] in followed), default=(0, None))
         of_rank = "" if len(self._ranks) == 1 else f" of rank {rank}"
         if code is not None and code < 0:
             return f"the scheduler process{of_rank} was ended by {signal.Signals(-code).name}"
+        if code == RANK_LOST_EXIT_STATUS:
+            return "a rank of another machine has ended or is out of reach; the log above names it"
         if code == HUNG_EXIT_STATUS:
             fate = "hung for longer than --watchdog-timeout and was ended; its log above names the stage"
             return f"the scheduler{of_rank} {fate}"
@@ -147,14 +151,13 @@ def compute_only(server_args: ServerArgs) -> None:
 
 
 async def _compute_only(server_args: ServerArgs) -> str | None:
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[str | None] = loop.create_future()
+    causes: asyncio.Queue[str | None] = asyncio.Queue()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, lambda: ended.done() or ended.set_result(None))
+        asyncio.get_running_loop().add_signal_handler(number, causes.put_nowait, None)
     scheduler = SchedulerProcess(server_args)
     try:
-        scheduler.watch(lambda cause: ended.done() or ended.set_result(cause))
-        cause = await ended
+        scheduler.watch(causes.put_nowait)
+        cause = await causes.get()
         return cause if scheduler.has_failed else None
     finally:
         scheduler.stop()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.distributed.lockstep import RankLostError
+from sglang.srt.distributed.lockstep import RANK_LOST_EXIT_STATUS, RankLostError
 from sglang.srt.distributed.parallel_state import TpGroup, TpRank, join_group
 from sglang.srt.layers.logit_controls import RequestFault
 from sglang.srt.managers.admission import make_limits, make_req
@@ -502,7 +502,7 @@ def run_scheduler_process(server_args: ServerArgs, port_args: PortArgs, rank: Tp
         group.close()
     except RankLostError as error:
         logger.error("%s: this rank ends, too", error)
-        raise SystemExit(1) from error
+        raise SystemExit(RANK_LOST_EXIT_STATUS) from error
     except ValueError as error:
         outside.send(SchedulerReady({}, error=str(error)))
     finally:
