@@ -15,9 +15,10 @@ from typing import Any, NoReturn, TypeVar
 from transformers import PreTrainedTokenizerFast
 
 from sglang.srt.entrypoints.admin_routes import parse_profile
+from sglang.srt.entrypoints.launch import SchedulerProcess
 from sglang.srt.entrypoints.native_protocol import generate_events, generate_reply, parse_generate_request
 from sglang.srt.entrypoints.server_state import ServerState, load_server_tokenizer
-from sglang.srt.managers.channel import MemorySchedulerChannel, make_memory_channel
+from sglang.srt.managers.channel import ManagerChannel, MemorySchedulerChannel, make_memory_channel
 from sglang.srt.managers.io_struct import ControlReq, GenerateReqInput, SchedulerReady
 from sglang.srt.managers.request_logger import make_request_logger
 from sglang.srt.managers.scheduler import run_scheduler
@@ -33,7 +34,8 @@ class Engine:
     """Generates text in this process: ``Engine(model_path="tiny-gemma4")``, with the keywords of ``ServerArgs``.
 
     Usable from any thread and from any event loop. A context manager; ``shutdown`` otherwise. ``ValueError`` for bad
-    arguments, ``SchedulerDiedError`` when the model cannot be loaded.
+    arguments, ``SchedulerDiedError`` when the model cannot be loaded. With ``tp_size`` above 1 the schedulers run in
+    processes of their own, which import the program again: it must start engines under ``if __name__ == "__main__"``.
     """
 
     def __init__(self, *, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
@@ -42,12 +44,18 @@ class Engine:
         self.server_args = resolve_server_args(server_args or ServerArgs.from_kwargs(kwargs))
         self._loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self._loop.run_forever, name="sglang-tokenizer", daemon=True)
-        self._scheduler_channel, self._channel = make_memory_channel(self._loop)
-        self._scheduler_thread = threading.Thread(
-            target=self._run_scheduler, args=(self._scheduler_channel,), name="sglang-scheduler", daemon=True
-        )
+        self._channel: ManagerChannel
+        self._scheduler: threading.Thread | SchedulerProcess
+        if self.server_args.tp_size == 1:
+            scheduler_channel, self._channel = make_memory_channel(self._loop)
+            self._scheduler = threading.Thread(
+                target=self._run_scheduler, args=(scheduler_channel,), name="sglang-scheduler", daemon=True
+            )
+            self._scheduler.start()
+        else:
+            self._scheduler = SchedulerProcess(self.server_args)
+            self._channel = self._scheduler.channel
         self._loop_thread.start()
-        self._scheduler_thread.start()
         try:
             tokenizer = load_server_tokenizer(self.server_args)
             self._manager = self._wait(self._start(tokenizer))
@@ -200,10 +208,10 @@ class Engine:
             channel.send(SchedulerReady({}, error=f"the scheduler failed: {error!r}"))
 
     async def _start(self, tokenizer: PreTrainedTokenizerFast) -> TokenizerManager:
-        ready = await self._channel.recv()
-        assert isinstance(ready, SchedulerReady), ready
-        if ready.error is not None:
-            raise SchedulerDiedError(ready.error)
+        if isinstance(self._scheduler, SchedulerProcess):
+            ready = await self._scheduler.wait_ready()
+        else:
+            ready = await _recv_ready(self._channel)
         manager = TokenizerManager(
             self._channel,
             tokenizer,
@@ -212,11 +220,16 @@ class Engine:
             request_logger=make_request_logger(self.server_args),
         )
         manager.start()
+        if isinstance(self._scheduler, SchedulerProcess):
+            self._scheduler.watch(manager.scheduler_died)
         return manager
 
     def _stop_threads(self) -> None:
-        self._channel.send(ControlReq("shutdown", "shutdown"))
-        self._scheduler_thread.join()
+        if isinstance(self._scheduler, SchedulerProcess):
+            self._wait(_stop(self._scheduler))
+        else:
+            self._channel.send(ControlReq("shutdown", "shutdown"))
+            self._scheduler.join()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._loop_thread.join()
         self._loop.close()
@@ -252,6 +265,20 @@ class Engine:
         finally:
             if not self._loop.is_closed():
                 await asyncio.wrap_future(self._hand_over(_close(events)))
+
+
+async def _recv_ready(channel: ManagerChannel) -> SchedulerReady:
+    ready = await channel.recv()
+    assert isinstance(ready, SchedulerReady), ready
+    if ready.error is not None:
+        raise SchedulerDiedError(ready.error)
+    return ready
+
+
+async def _stop(scheduler: SchedulerProcess) -> None:
+    """On the loop that watches it."""
+    scheduler.unwatch()
+    scheduler.stop()
 
 
 async def _next(events: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any] | None:
