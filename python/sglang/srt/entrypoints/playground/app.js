@@ -17,6 +17,7 @@ const MODE_NOTES = {
 let history = []; // messages, without the system prompt
 let running = null; // AbortController of what is being answered
 let server = null; // what /server_info says
+let isAtEnd = true; // as the reader left it
 
 function value(name) {
   return settings.elements[name].value;
@@ -66,6 +67,7 @@ async function runAnswer(answer, body) {
 async function send(text) {
   const mode = value("mode");
   const chat = history; // stays that of this chat when a new one is begun meanwhile
+  isAtEnd = true;
   $("empty").hidden = true;
   append("article", "message user", text);
   chat.push({ role: "user", content: text });
@@ -82,7 +84,7 @@ async function send(text) {
       const answer = new Answer(`Speculation ${speculative ? "on" : "off"}`);
       answers.push(answer);
       group.append(answer.element);
-      if (answers.length === 1) log.scrollTop = log.scrollHeight;
+      followEnd();
       outcome = await runAnswer(answer, { ...body, speculative });
       if (outcome !== "done") break;
     }
@@ -127,7 +129,7 @@ function showLive(figures) {
 
 /** Keep the end in view, unless the reader has scrolled away from it. */
 function followEnd() {
-  if (log.scrollHeight - log.scrollTop - log.clientHeight < 160) log.scrollTop = log.scrollHeight;
+  if (isAtEnd) log.scrollTop = log.scrollHeight;
 }
 
 function setRunning(controller) {
@@ -206,6 +208,9 @@ prompt.addEventListener("keydown", (event) => {
 prompt.addEventListener("input", fitPrompt);
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") running?.abort();
+});
+log.addEventListener("scroll", () => {
+  isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
 });
 $("stop").addEventListener("click", () => running?.abort());
 $("new-chat").addEventListener("click", () => {
