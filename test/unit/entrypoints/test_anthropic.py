@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fixtures.answers import ADD, FORMAT, PARIS, STOP, THOUGHT, cut, output
+from fixtures.json_values import json_bodies
 from sglang.srt.entrypoints.anthropic_output import MessageReply
 from sglang.srt.entrypoints.anthropic_request import parse_message_request
 from sglang.srt.entrypoints.chat_output import AnswerReader
@@ -195,6 +197,22 @@ def test_errors_have_the_shape_of_their_routes() -> None:
         assert (got, body["error"]["type"]) == (status, kind)
 
 
+BODIES = json_bodies(
+    "messages system tools tool_choice thinking output_config stop_sequences stream max_tokens top_k",
+    "type role content text name user assistant tool_use tool_result id tool_use_id input "
+    "input_schema thinking enabled tool format json_schema schema",
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(fields=BODIES)
+def test_whatever_is_sent_is_served_or_refused(fields: dict[str, Any]) -> None:
+    with contextlib.suppress(ApiError, ValueError):
+        request = parse_message_request({**GIVEN, **fields})
+        parse_chat_request(request.body, {})
+        assert request.body["messages"]
+
+
 def run(pieces: Sequence[str], finish: FinishReason = STOP) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """All events of a stream, and the message."""
     reply, reader = MessageReply("pet"), AnswerReader(FORMAT)
@@ -244,7 +262,7 @@ TEXTS = st.lists(st.sampled_from([THOUGHT, PARIS, ADD, "text ", "<channel|>", "\
 ENDS = st.sampled_from([STOP, FinishReason("stop", matched="x"), FinishReason("length", length=9)])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(parts=TEXTS, places=st.lists(st.integers(0, 300), max_size=10), finish=ENDS)
 def test_events_add_up_to_the_message(parts: list[str], places: list[int], finish: FinishReason) -> None:
     said = "".join(parts)

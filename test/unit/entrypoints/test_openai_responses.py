@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fixtures.answers import ADD, FORMAT, PARIS, STOP, THOUGHT, cut, output
+from fixtures.json_values import json_bodies
 from sglang.srt.entrypoints.chat_output import AnswerReader
 from sglang.srt.entrypoints.errors import ApiError
 from sglang.srt.entrypoints.openai_protocol import parse_chat_request
@@ -173,6 +175,22 @@ def test_errors_of_unknown_fields_and_of_lengths() -> None:
     assert found.message == "min_tokens must not exceed max_output_tokens, got 5 and 3"
 
 
+BODIES = json_bodies(
+    "input instructions tools tool_choice text reasoning include top_logprobs truncation stream stop store metadata",
+    "type role content text name user assistant function function_call call_id arguments output "
+    "function_call_output reasoning message input_text format json_schema schema",
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(fields=BODIES)
+def test_whatever_is_sent_is_served_or_refused(fields: dict[str, Any]) -> None:
+    with contextlib.suppress(ApiError, ValueError):
+        request = parse_response_request({"input": "a", **fields})
+        parse_chat_request(request.body, {})
+        assert request.body["messages"]
+
+
 def run(pieces: Sequence[str], finish: FinishReason = STOP) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """All events of a stream, and the response."""
     reply, reader = ResponseReply({"model": "pet"}, LOGPROBS), AnswerReader(FORMAT)
@@ -213,7 +231,7 @@ TEXTS = st.lists(st.sampled_from([THOUGHT, PARIS, ADD, "text ", "<channel|>", "\
 ENDS = st.sampled_from([STOP, FinishReason("length", length=9)])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(parts=TEXTS, places=st.lists(st.integers(0, 300), max_size=10), finish=ENDS)
 def test_events_add_up_to_the_response(parts: list[str], places: list[int], finish: FinishReason) -> None:
     said = "".join(parts)
