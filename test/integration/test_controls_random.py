@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,28 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import sglang
 from fixtures.logit_processors import FailsAt, NoRepeatAfter
 from fixtures.scheduler_driver import SchedulerDriver
+from fixtures.schemas import SCHEMAS
 from sglang.srt.managers.detokenizer_manager import IncrementalDetokenizer, TokenPieces
+from sglang.srt.managers.grammar_manager import make_grammar_manager
 from sglang.srt.managers.io_struct import TokenOut
 from sglang.srt.sampling.logprobs import LogprobOptions
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args_slices import GrammarConfig
 from sglang.srt.utils.embedded import EmbeddedModel
 from sglang.srt.utils.hf_transformers.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+TAG = json.dumps(
+    {
+        "type": "structural_tag",
+        "structures": [{"begin": "1", "schema": {"type": "integer", "maximum": 99, "minimum": 0}, "end": ";"}],
+        "triggers": ["1"],
+    }
+)
 FLAGS: dict[str, Any] = {"enable_custom_logit_processor": True, "enable_return_hidden_states": True}
 QUESTIONS = ("Count from 1 to 20.", "Tell me a story.", "Say fox 9 times.", "What is 17 + 8?", "Spell the word river.")
 EXAMPLES = settings(
@@ -68,6 +80,15 @@ def controls(low: int, high: int) -> st.SearchStrategy[dict[str, Any]]:
     )  # fmt: skip
 
 
+GRAMMARS: tuple[dict[str, str], ...] = (
+    {"regex": "[a-c ]{3,9}"},
+    {"ebnf": 'root ::= "x" [0-9]{2,4} "y"'},
+    {"json_schema": '{"enum": ["yes", "no", [1, 2]]}'},
+    {"json_schema": json.dumps(SCHEMAS[3])},
+    {"structural_tag": TAG},
+)
+
+
 def wishes(num_prompts: int, low: int, high: int, *, thoughts: bool) -> st.SearchStrategy[list[Wish]]:
     message = st.fixed_dictionaries(
         {},
@@ -78,14 +99,15 @@ def wishes(num_prompts: int, low: int, high: int, *, thoughts: bool) -> st.Searc
         },
     )
 
-    def make(prompt: int, values: dict[str, Any], fields: dict[str, Any], length: int) -> Wish:
+    def make(prompt: int, values: dict[str, Any], fields: dict[str, Any], length: int, grammar: dict[str, str]) -> Wish:
         if not thoughts:
             values.pop("max_thinking_tokens", None)
         length = max(length, values.get("min_new_tokens", 0))
-        params = SamplingParams(max_new_tokens=length, custom_params={"window": 2}, **values)
+        params = SamplingParams(max_new_tokens=length, custom_params={"window": 2}, **values, **grammar)
         return Wish(prompt, params, fields)
 
-    one = st.builds(make, st.integers(0, num_prompts - 1), controls(low, high), message, st.integers(1, 24))
+    numbers, grammars = st.integers(0, num_prompts - 1), st.sampled_from([{}, {}, *GRAMMARS] if thoughts else [{}])
+    one = st.builds(make, numbers, controls(low, high), message, st.integers(1, 24), grammars)
     return st.lists(one, min_size=2, max_size=4)
 
 
@@ -93,7 +115,8 @@ class Engines:
     """Plain decode and the ways to speculate, over one pair; made once, as they take a while to make."""
 
     def __init__(self, target: Path, assistant: Path, tokenizer: Path, **options: Any) -> None:
-        self.pieces = TokenPieces(load_tokenizer(tokenizer, trust_remote_code=False))
+        loaded = load_tokenizer(tokenizer, trust_remote_code=False)
+        self.pieces = TokenPieces(loaded)
         common = {"pieces": self.pieces, **FLAGS, **options}
         self.plain = SchedulerDriver(target, None, 0, **common)
         self.others = {
@@ -103,6 +126,9 @@ class Engines:
                 target, assistant, 3, **common, speculative_eagle_topk=2, speculative_num_draft_tokens=7
             ),
         }
+        config = GrammarConfig("xgrammar", any_whitespace=False, max_whitespace=None)
+        for driver in (self.plain, *self.others.values()):
+            driver.scheduler.grammars = make_grammar_manager(config, loaded, driver.worker.describe())
 
     def check(self, prompts: Sequence[Sequence[int]], asked: Sequence[Wish]) -> None:
         def run(driver: SchedulerDriver, some: Sequence[Wish], arrivals: list[int] | None = None) -> list[TokenOut]:
@@ -176,30 +202,111 @@ def test_random_weights(random_weights: Engines, asked: list[Wish]) -> None:
     random_weights.check([[2, *range(5, 5 + n)] for n in (1, 9, 22, 14)], asked)
 
 
-ONE_BY_ONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "stop": ({"stop": (" 7",)}, {}),
-    "stop_regex": ({"stop_regex": (r"1\D+2",)}, {}),
-    "min_p": ({"min_p": 0.3, "temperature": 3.0, "sampling_seed": 1}, {}),
-    "top_k": ({"top_k": 3, "temperature": 1.5, "sampling_seed": 1}, {}),
-    "top_p": ({"top_p": 0.6, "temperature": 1.5, "sampling_seed": 1}, {}),
-    "ignore_eos": ({"ignore_eos": True, "max_new_tokens": 60}, {}),
+HOT: dict[str, Any] = {"temperature": 2.0, "sampling_seed": 4}
+# by the name of a control: its values, and what it needs beside (which alone is what it must differ from)
+ACTING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "temperature": ({"temperature": 1.4}, {"sampling_seed": 4}),
+    "sampling_seed": ({"sampling_seed": 5}, HOT),
+    "top_k": ({"top_k": 3}, HOT),
+    "top_p": ({"top_p": 0.6}, HOT),
+    "min_p": ({"min_p": 0.3}, HOT),
+    "repetition_penalty": ({"repetition_penalty": 1.3}, HOT),
+    "frequency_penalty": ({"frequency_penalty": 2.0}, {}),
+    "presence_penalty": ({"presence_penalty": 2.0}, HOT),
+    "logit_bias": ({"logit_bias": ((292, -100.0), (608, 3.0), (1166, -100.0))}, {}),
+    "min_new_tokens": ({"min_new_tokens": 31}, {}),
+    "max_new_tokens": ({"max_new_tokens": 7}, {}),
+    "stop": ({"stop": (" 7", "o")}, {}),
+    "stop_regex": ({"stop_regex": (r"1\D+2", "o")}, {}),
+    "stop_token_ids": ({"stop_token_ids": (298, 608, 1166)}, {}),
+    "ignore_eos": ({"ignore_eos": True}, {"max_new_tokens": 60}),
     "max_thinking_tokens": ({"max_thinking_tokens": 3}, {}),
-    "custom_logit_processor": ({"custom_params": {"window": 4}}, {"custom_logit_processor": NoRepeatAfter.to_str()}),
+    "custom_logit_processor": ({}, {"custom_params": {"window": 4}}),
+    "regex": ({"regex": "[a-c ]{3,9}"}, {}),
+    "json_schema": ({"json_schema": '{"enum": ["yes", "no", [1, 2]]}'}, {}),
+    "ebnf": ({"ebnf": 'root ::= "x" [0-9]{2,4} "y"'}, {}),
+    "structural_tag": ({"structural_tag": TAG}, {}),
+    "all penalties": (
+        {
+            "repetition_penalty": 1.2,
+            "frequency_penalty": 0.6,
+            "presence_penalty": -0.7,
+            "logit_bias": ((300, 4.0),),
+            "min_new_tokens": 12,
+        },
+        HOT,
+    ),
+}
+# what changes no token, and is compared beside the tokens
+ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "return_logprob": ({}, {"logprobs": LogprobOptions()}),
+    "logprob_start_len": ({}, {"logprobs": LogprobOptions(start_len=0)}),
+    "top_logprobs_num": (HOT, {"logprobs": LogprobOptions(start_len=2, top_num=4)}),
+    "token_ids_logprob": (HOT, {"logprobs": LogprobOptions(token_ids=(7, 300))}),
+    "return_hidden_states": ({}, {"return_hidden_states": True}),
+    "speculative": ({"speculative_num_steps": 0}, {}),
+    "speculative_num_steps": ({**HOT, "speculative_num_steps": 2}, {}),
+    "no_stop_trim": ({"stop": (" 7",), "no_stop_trim": True}, {}),
+    "skip_special_tokens": ({"skip_special_tokens": False}, {}),
 }
 
 
-@pytest.mark.parametrize("name", ONE_BY_ONE)
+def one_by_one(values: dict[str, Any], fields: dict[str, Any]) -> list[Wish]:
+    return [Wish(i, SamplingParams(**{"temperature": 0.0, "max_new_tokens": 32, **values}), fields) for i in (0, 3, 6)]
+
+
+@pytest.mark.parametrize("name", ACTING)
 def test_each_control_acts_and_is_the_same_on_and_off(name: str, trained: Engines, questions: list[list[int]]) -> None:
-    """Those that ``test_lossless_grid`` does not have already."""
-    values, fields = ONE_BY_ONE[name]
-    bare = {k: v for k, v in values.items() if k in ("temperature", "sampling_seed", "max_new_tokens")}
-    base = {"temperature": 0.0, "max_new_tokens": 40}
-    asked = [Wish(i, SamplingParams(**{**base, **values}), fields) for i in (0, 3, 7)]
+    values, beside = ACTING[name]
+    fields = {name: NoRepeatAfter.to_str()} if name == "custom_logit_processor" else {}
+    asked = one_by_one({**beside, **values}, fields)
+    trained.check(questions, asked)
+    bare = one_by_one(beside, {})
+    prompts = [questions[wish.prompt] for wish in asked]
+    with_it = trained.plain.tokens(prompts, [w.params for w in asked], wishes=[w.fields for w in asked])
+    assert with_it != trained.plain.tokens(prompts, [w.params for w in bare]), "the control has no effect"
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_each_thing_asked_for_is_the_same_on_and_off(name: str, trained: Engines, questions: list[list[int]]) -> None:
+    asked = one_by_one(*ASKED[name])
     trained.check(questions, asked)
     prompts = [questions[wish.prompt] for wish in asked]
-    without = trained.plain.tokens(prompts, [SamplingParams(**{**base, **bare})] * len(asked))
-    with_it = trained.plain.tokens(prompts, [w.params for w in asked], wishes=[w.fields for w in asked])
-    assert with_it != without, "the control has no effect"
+    bare = [replace(wish.params, speculative_num_steps=None) for wish in asked]
+    assert trained.plain.tokens(prompts, bare) == [
+        out.token_ids
+        for out in trained.others["chain"].run(prompts, [w.params for w in asked], wishes=[w.fields for w in asked])
+    ], "asking changes no token"
+
+
+def test_every_control_of_a_request_has_a_case() -> None:
+    # the others say how ids become text, or are arguments of a control
+    elsewhere = {"n", "custom_params", "spaces_between_special_tokens"}
+    cases = {*ACTING, *ASKED}
+    missing = {f.name for f in fields(SamplingParams)} - cases - elsewhere
+    missing |= {f.name for f in fields(LogprobOptions)} - {"start_len", "top_num", "token_ids"}
+    assert not missing, f"on = off is not shown for {sorted(missing)}"
+
+
+def test_samples_of_one_prompt_are_the_same_on_and_off() -> None:
+    """``n``, and whole replies with their texts, through the engine as users have it."""
+    prompts = ["Count from 1 to 12.", "Tell me a story."]
+    params = {"n": 3, "temperature": 1.0, "sampling_seed": 8, "max_new_tokens": 24, "stop": ["9"], "ignore_eos": True}
+    replies = []
+    for options in ({}, {"speculative_algorithm": "FROZEN_KV_MTP", "speculative_num_steps": 4}):
+        with sglang.Engine(model_path="tiny-gemma4", log_level="warning", **options) as engine:
+            outs = engine.generate(prompts, params, return_logprob=True, top_logprobs_num=2)
+            alone = [engine.generate(prompts[0], {**params, "n": 1, "sampling_seed": 8 + i}) for i in range(3)]
+        assert [out["text"] for out in alone] == [out["text"] for out in outs[:3]]
+        replies.append(outs)
+    assert len({out["text"] for out in replies[0]}) > 3, "samples differ"
+    for off, on in zip(*replies, strict=True):
+        assert (on["text"], on["output_ids"]) == (off["text"], off["output_ids"])
+        names = ("finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens")
+        assert [on["meta_info"][name] for name in names] == [off["meta_info"][name] for name in names]
+        assert on["meta_info"]["spec_verify_ct"] > 0 and "spec_verify_ct" not in off["meta_info"]
+        for mine, its in zip(*(out["meta_info"]["output_token_logprobs"] for out in (on, off)), strict=True):
+            assert mine[0] == pytest.approx(its[0], abs=1e-4) and mine[1:] == its[1:]
 
 
 @pytest.mark.parametrize("mode", ["plain", "chain", "mixed", "tree"])

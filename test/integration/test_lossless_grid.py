@@ -128,40 +128,6 @@ def test_requests_that_leave_disturb_nobody(topk: int, tiny_checkpoints: Path) -
                 assert out.token_ids == alone[i]
 
 
-CONTROLS = {
-    "repetition_penalty": 1.3,
-    "frequency_penalty": 2.0,
-    "presence_penalty": 2.0,
-    "min_new_tokens": 12,
-    "logit_bias": ((292, -100.0), (608, 3.0), (1166, -100.0)),
-    "stop_token_ids": (298, 608, 1166),
-}
-
-
-@pytest.mark.parametrize("names", [*[(name,) for name in CONTROLS], tuple(CONTROLS)])
-def test_every_control_is_the_same_on_and_off(names: tuple[str, ...], trained_pair: EmbeddedModel) -> None:
-    tokenizer = load_tokenizer(trained_pair.target, trust_remote_code=False)
-    texts = ["Count from 1 to 30.", "Tell me a story.", "Say fox 9 times.", "Spell the word river."]
-    prompts = [
-        list(tokenizer.apply_chat_template([{"role": "user", "content": t}], add_generation_prompt=True)["input_ids"])
-        for t in texts
-    ]
-    chosen = {name: CONTROLS[name] for name in names}
-    params = [
-        SamplingParams(temperature=t, sampling_seed=4, max_new_tokens=40, **chosen)  # type: ignore[arg-type]
-        for t in (0.0, 2.0, 0.0, 3.0)
-    ]
-    plain = SchedulerDriver(trained_pair.target, None, 0)
-    alone = [plain.tokens([prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
-    bare = [SamplingParams(temperature=p.temperature, sampling_seed=4, max_new_tokens=40) for p in params]
-    assert alone != [plain.tokens([q], [b])[0] for q, b in zip(prompts, bare, strict=True)], "the control has no effect"
-    for topk in (1, 2):
-        driver = SchedulerDriver(trained_pair.target, trained_pair.assistant, 4, speculative_eagle_topk=topk)
-        assert driver.tokens(prompts, params) == alone, f"{topk=}"
-    if "min_new_tokens" in names:
-        assert min(len(tokens) for tokens in alone) >= 12
-
-
 def test_trained_pair_on_the_diagonal(trained_pair: EmbeddedModel) -> None:
     """B = N is where a batch dimension and a draft width can be mixed up unseen."""
     tokenizer = load_tokenizer(trained_pair.target, trust_remote_code=False)
