@@ -8,7 +8,7 @@ from typing import Any
 
 import jiter
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fixtures.answers import ADD, FORMAT, PARIS, STOP, THOUGHT, cut, output
@@ -204,7 +204,7 @@ BODIES = json_bodies(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(fields=BODIES)
 def test_whatever_is_sent_is_served_or_refused(fields: dict[str, Any]) -> None:
     with contextlib.suppress(ApiError, ValueError):
@@ -262,7 +262,7 @@ TEXTS = st.lists(st.sampled_from([THOUGHT, PARIS, ADD, "text ", "<channel|>", "\
 ENDS = st.sampled_from([STOP, FinishReason("stop", matched="x"), FinishReason("length", length=9)])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(parts=TEXTS, places=st.lists(st.integers(0, 300), max_size=10), finish=ENDS)
 def test_events_add_up_to_the_message(parts: list[str], places: list[int], finish: FinishReason) -> None:
     said = "".join(parts)

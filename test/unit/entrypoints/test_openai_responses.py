@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fixtures.answers import ADD, FORMAT, PARIS, STOP, THOUGHT, cut, output
@@ -182,7 +182,7 @@ BODIES = json_bodies(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(fields=BODIES)
 def test_whatever_is_sent_is_served_or_refused(fields: dict[str, Any]) -> None:
     with contextlib.suppress(ApiError, ValueError):
@@ -231,7 +231,7 @@ TEXTS = st.lists(st.sampled_from([THOUGHT, PARIS, ADD, "text ", "<channel|>", "\
 ENDS = st.sampled_from([STOP, FinishReason("length", length=9)])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(parts=TEXTS, places=st.lists(st.integers(0, 300), max_size=10), finish=ENDS)
 def test_events_add_up_to_the_response(parts: list[str], places: list[int], finish: FinishReason) -> None:
     said = "".join(parts)
@@ -263,7 +263,7 @@ def run_with_logprobs(said: str, places: Sequence[int]) -> tuple[list[dict[str, 
     return events + reply.add(reader.read(last), last) + reply.end(last, reader), reply.whole()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(places=st.lists(st.integers(0, 80), max_size=10))
 def test_log_probabilities_are_those_of_the_messages_tokens(places: list[int]) -> None:
     said = f"{THOUGHT}One city. {PARIS}And two numbers:{ADD}\n"
