@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 from openai import OpenAI
 
 from fixtures.make_tiny_gemma4 import KINDS
-from fixtures.server_process import ready_server
+from fixtures.server_process import launch, ready_server
 from fixtures.tp_cases import Answers, Case, all_answers
 from fixtures.tp_ranks import run_ranks
 from fixtures.waiting import wait_until
@@ -94,3 +96,29 @@ def test_a_server_answers_and_ends_with_any_of_its_ranks(tmp_path: Path) -> None
         assert server.process.wait(30) == 1
         assert "error: the scheduler process of rank 1 was ended by SIGKILL" in server.output.splitlines()
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), "all ranks to be gone")
+
+
+def test_two_machines(tmp_path: Path) -> None:
+    """Both on this one: a machine that only computes ends when the one that serves does."""
+    shared = ("--model-path", "tiny-gemma4", "--skip-server-warmup", "--tp-size", "2", "--nnodes", "2")
+    address = ("--dist-init-addr", f"127.0.0.1:{_lasting_port()}")
+    with (
+        launch(tmp_path, *shared, *address, "--node-rank", "1") as second,
+        launch(tmp_path, *shared, *address) as first,
+    ):
+        first.wait_ready()
+        body = {"text": "Count.", "sampling_params": {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True}}
+        assert len(httpx.post(f"{first.url}/generate", json=body, timeout=60).json()["output_ids"]) == 3
+        first.process.send_signal(signal.SIGTERM)
+        assert first.process.wait(60) == 0
+        assert second.process.wait(60) == 0, second.output
+        assert "Traceback" not in first.output + second.output
+
+
+def _lasting_port() -> int:
+    """A port that is free and stays so: no system gives ports as low as this to those who ask for any."""
+    for port in range(20000 + os.getpid() % 5000, 30000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")

@@ -73,7 +73,7 @@ class Linear:
 
 
 class RowParallelLinear(Linear):
-    """One rank's columns of a weight. ``parts`` takes those columns of ``x``; its result is the sum over the ranks."""
+    """One rank's columns of a weight, which take those columns of ``x``; ``parts`` is the sum over the ranks."""
 
     def __init__(
         self,
@@ -89,4 +89,8 @@ class RowParallelLinear(Linear):
         self._group = group
 
     def parts(self, x: torch.Tensor) -> torch.Tensor:
-        return self._group.sum(super().parts(x))
+        return self._group.sum(self.parts_here(x))
+
+    def parts_here(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to ``parts``."""
+        return super().parts(x)

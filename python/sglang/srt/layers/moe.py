@@ -44,13 +44,20 @@ class MoE:
         )
 
     def pairs(self, residual: torch.Tensor, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``residual``, ``normed`` [T, D] -> the chosen experts' outputs [T, k, D], their weights [T, k] float32.
-
-        With several ranks, k is their number: what each has of the weighted sum, and weights that are 1.
-        """
+        """``residual``, ``normed`` [T, D] -> what this rank has of the chosen experts' outputs [T, k, D], and their
+        weights [T, k] float32."""
         weights, expert_ids = self.route(residual)
-        pairs = expert_pairs(normed, expert_ids, self.gate_up, self.down)
+        return expert_pairs(normed, expert_ids, self.gate_up, self.down), weights
+
+    def over_ranks(
+        self, dense: torch.Tensor, pairs: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sums over the ranks of the dense MLP's output, [T, D] or parts, and of the experts', in one exchange. The
+        latter as a single pair of weight 1."""
         if self._group.size == 1:
-            return pairs, weights
-        of_ranks = self._group.gather(combine_pairs(pairs, weights)).transpose(0, 1).contiguous()
-        return of_ranks, torch.ones(of_ranks.shape[:2], dtype=torch.float32, device=of_ranks.device)
+            return dense, pairs, weights
+        here = dense.sum(0) if dense.dim() == 3 else dense
+        sparse = combine_pairs(pairs, weights)
+        total_dense, total_sparse = self._group.total(torch.cat((here, sparse.to(here.dtype)))).chunk(2)
+        one = torch.ones(len(here), 1, dtype=torch.float32, device=here.device)
+        return total_dense, total_sparse.to(pairs.dtype)[:, None], one

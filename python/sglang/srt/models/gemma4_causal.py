@@ -55,7 +55,7 @@ class Build:
         self.linears.append(product)
         return product
 
-    def row_linear(self, in_features: int, out_features: int) -> Linear:
+    def row_linear(self, in_features: int, out_features: int) -> RowParallelLinear:
         """``in_features``: of this rank."""
         product = RowParallelLinear(
             in_features, out_features, self.dtype, self.device, self.group, row_invariant=self.row_invariant
@@ -139,6 +139,10 @@ class Gemma4MLP:
         """``x`` [T, D] -> [T, D] or parts."""
         return self.down_proj.parts(self.gate_up_proj.gated_gelu(x))
 
+    def here(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank has of the result."""
+        return self.down_proj.parts_here(self.gate_up_proj.gated_gelu(x))
+
     def weight_slots(self, prefix: str) -> WeightSlots:
         first, total = self.width.start, self.total_width
         return {
@@ -171,10 +175,11 @@ class Gemma4SparseBlock:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rest of the layer: the new stream, and the same through ``following``.
 
-        ``dense``: output of the dense MLP [T, D] or parts; ``residual``: what both branches started from; ``normed``:
-        the same through ``pre_norm_2``; ``norm``: the norm of the branches' sum; ``scale`` [1].
+        ``dense``: what this rank has of the dense MLP's output, [T, D] or parts; ``residual``: what both branches
+        started from; ``normed``: the same through ``pre_norm_2``; ``norm``: the norm of the branches' sum; ``scale``
+        [1].
         """
-        pairs, weights = self.moe.pairs(residual, normed)
+        dense, pairs, weights = self.moe.over_ranks(dense, *self.moe.pairs(residual, normed))
         norms = (self.post_norm_1.weight, self.post_norm_2.weight, norm.weight)
         return add_experts(dense, pairs, weights, residual, norms, norm.eps, scale, following.weight)
 
@@ -246,7 +251,7 @@ class Gemma4DecoderLayer:
         if self.sparse is not None:
             before = (self.pre_feedforward_norm, self.sparse.pre_norm_2)
             x, (normed, for_experts) = self.post_attention_norm.add_then_norm(stream.x, out, before)
-            out = self.mlp(normed)
+            out = self.mlp.here(normed)
             return Stream(*self.sparse(out, x, for_experts, norm, self.layer_scalar, following))
         x, (normed,) = self.post_attention_norm.add_then_norm(stream.x, out, (self.pre_feedforward_norm,))
         out = self.mlp(normed)
