@@ -24,8 +24,8 @@ _all_gather: Callable[[torch.Tensor, torch.Tensor], object] = (
 
 @dataclass(frozen=True, slots=True)
 class TpRank:
-    """Where a process stands. ``local_rank``: its device among the ``ranks_here`` of its machine; ``rendezvous``: the
-    URL under which the ranks find each other, ``file://`` or ``tcp://``."""
+    """Where a process stands. ``local_rank``: its device among the ``ranks_here`` of its machine, those of other
+    replicas included; ``rendezvous``: the URL under which the ranks find each other, ``file://`` or ``tcp://``."""
 
     rank: int
     size: int
@@ -90,16 +90,23 @@ class TpGroup:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's product: ``x`` [T, N], or parts [S, T, N] as ``sgl_kernel.linear`` has them.
 
+        Parts stay parts, one a rank, for the consumer to add in their order; [T, N] is added as ``total`` does.
+        """
+        if x.dim() == 3 and self.size > 1:
+            return self.gather(x[0] if x.shape[0] == 1 else x.sum(0))
+        return self.total(x)
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's ``x``, in its shape and type. May change ``x``.
+
         Ranks are added in their order and in float32, so that all of them get the same bits, and a row the same
-        whatever rows are beside it; a ring adds by its own order, which depends on the size of the whole. Parts stay
-        parts, one a rank, for the consumer to add. Only the many rows of a prefill on CUDA, whose products depend on
-        their number in any case, are added by the library.
+        whatever rows are beside it; a ring adds in an order that depends on the size of the whole. Only the many rows
+        of a prefill on CUDA, whose products depend on their number in any case and are not in float32, are added by
+        the library.
         """
         if self.size == 1:
             return x
-        if x.dim() == 3:
-            return self.gather(x[0] if x.shape[0] == 1 else x.sum(0))
-        if x.is_cuda:
+        if x.is_cuda and x.dtype is not torch.float32:
             dist.all_reduce(x)
             return x
         total, *others = self.gather(x.float()).unbind(0)
@@ -140,10 +147,10 @@ class TpGroup:
 
 def join_group(rank: TpRank, device: torch.device) -> TpGroup:
     """Meet the other ranks; returns when all of them are here. ``ValueError`` when one does not come in time."""
-    if rank.size == 1:
-        return TpGroup()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if rank.size == 1:
+        return TpGroup(local_rank=rank.local_rank, ranks_here=rank.ranks_here)
     try:
         return _join(rank, device)
     except (RuntimeError, OSError) as error:
