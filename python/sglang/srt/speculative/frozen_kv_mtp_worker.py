@@ -37,7 +37,7 @@ from sglang.srt.speculative.frozen_kv_mtp_tree import FrozenKVMTPTreeBuffers
 from sglang.srt.speculative.spec_info import SpecCapabilities
 from sglang.srt.utils.env import SGLANG_DEBUG_KV_DIGEST, SGLANG_SIMULATE_ACC_LEN, SGLANG_SPEC_SEPARATE_GRAPHS
 
-_MEASURING_S, _MEASURED_KV_LEN = 1.5, 128  # for the times of rounds, at the start
+_MEASURING_S, _MEASURED_KV_LEN = 2.5, 128  # for the times of rounds, at the start
 
 logger = logging.getLogger(__name__)
 
