@@ -21,7 +21,17 @@ from typing import Any
 
 import pytest
 
-from fixtures.doc_blocks import Block, blocks, commands, pages, printed_by, server_flags, server_port, stray_marks
+from fixtures.doc_blocks import (
+    Block,
+    blocks,
+    commands,
+    pages,
+    printed_by,
+    server_env,
+    server_flags,
+    server_port,
+    stray_marks,
+)
 from fixtures.server_process import ServerProcess, launch
 from fixtures.source_tree import ROOT, report
 from sglang import Engine
@@ -33,6 +43,7 @@ SUBSTITUTES = (
     (r"(?:/models|google)/gemma-4-[\w.-]+", "tiny-gemma4"),
     # measurements: one small case of them
     (r"python benchmark/bench_speculative\.py", r"\g<0> --tasks count --batch 1 --repeats 1 --tokens 32 --no-output"),
+    (r"/var/tmp/traces", "traces"),
     # where things are
     (r"\.venv/bin/(\w+)", r"\1"),
 )
@@ -63,7 +74,7 @@ class ReaderOfPages:
             program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {start}"$@"\n')
             program.chmod(0o755)
         (self._bin / ".curlrc").write_text("fail-with-body\nsilent\nshow-error\nmax-time = 60\n")
-        self._running: tuple[ServerArgs, ServerProcess] | None = None
+        self._running: tuple[object, ServerProcess] | None = None
         self._closing = contextlib.ExitStack()
         self._documented_port = "30000"
 
@@ -76,11 +87,14 @@ class ReaderOfPages:
         """The server of ``command``, on a free port; the one that runs if it has the same settings."""
         flags = server_flags(command)
         assert flags is not None, command
-        settings = settings_of(flags)
+        settings = settings_of(flags), server_env(command)
         self._documented_port = server_port(command)
         if self._running is None or self._running[0] != settings:
             self.close()
-            server = self._closing.enter_context(launch(self._folder, *flags))
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in server_env(command).items():
+                    patch.setenv(name, value)
+                server = self._closing.enter_context(launch(self._folder, *flags))
             self._running = settings, server
             server.wait_ready()
 
@@ -240,6 +254,9 @@ def test_commands_are_cut_as_a_shell_would() -> None:
         "a",
     ]
     assert server_flags("sglang serve --port 8000 --model-path a") == ["--model-path", "a"]
+    traced = "TRACES=a/b python -m sglang.launch_server --model-path a"
+    assert server_flags(traced) == ["--model-path", "a"] and server_env(traced) == {"TRACES": "a/b"}
+    assert server_env("ls a=b") == {} and server_flags("A=b ls") is None
     assert server_flags("ls") is None and server_port("sglang serve --port 8000 --model-path a") == "8000"
     with pytest.raises(ValueError, match="does not end"):
         commands("echo 'a\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fixtures.changed_checkpoint import change_checkpoint
 from fixtures.server_process import ServerProcess, ready_server
-from fixtures.source_tree import ROOT
 from fixtures.waiting import wait_until
 from sglang import bench_serving
-from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils.embedded import EmbeddedModel
 
 LOAD = ("--num-prompts", "12", "--max-concurrency", "4", "--disable-tqdm", "--output-details")
@@ -257,20 +254,3 @@ def test_settings_that_change(admin: httpx.Client) -> None:
     assert admin.get("/server_info").json()["stream_interval"] == 1000
     assert admin.post("/set_internal_state", json={"server_args": {"stream_interval": 1}}).json() == [True]
     assert num_events() > 2
-
-
-def test_the_documented_commands(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    start, scrape = _commands("observability.md")
-    args = prepare_server_args(start.removeprefix("python -m sglang.launch_server ").split())
-    assert args.enable_metrics and scrape == f"curl http://127.0.0.1:{args.port}/metrics"
-    (bench,) = _commands("benchmarking.md")
-    options = bench.removeprefix("python -m sglang.bench_serving ").split()
-    here = ("--base-url", server.url, "--api-key", "user", "--disable-tqdm", "--num-prompts", "3")
-    assert bench_serving.main([*options, *here]) == 0
-    assert re.search(r"Successful requests: +3$", capsys.readouterr().out, flags=re.MULTILINE)
-
-
-def _commands(page: str) -> list[str]:
-    """Lines of the page's shell blocks."""
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
-    return [line for block in blocks for line in block.strip().splitlines()]
