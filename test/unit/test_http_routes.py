@@ -208,7 +208,7 @@ def test_pages_of_named_sites_may_ask() -> None:
 
 def test_settings_change_while_the_server_runs(caplog: pytest.LogCaptureFixture) -> None:
     async def work(client: httpx.AsyncClient) -> None:
-        assert (await client.get("/get_internal_state")).json() == [{"running": 0}]
+        assert (await client.get("/get_internal_state")).json() == [{"dp_rank": 0, "running": 0}]
         body = {"input_ids": [50], "sampling_params": {"max_new_tokens": 2}, "rid": "quiet"}
         changes = {"log_requests": True, "log_requests_level": 3, "stream_interval": 7, "max_running_requests": 2}
         await client.post("/generate", json=body)

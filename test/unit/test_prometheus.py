@@ -28,7 +28,7 @@ def _output(num_new: int, total: int, finish: FinishReason | None = None, **valu
 
 def _samples(metrics: ServerMetrics, scheduler: dict[str, Any] | None = None) -> dict[tuple[str, ...], float]:
     """(name without prefix, further label values...) -> value."""
-    page, content_type = metrics.render("", scheduler)
+    page, content_type = metrics.render("", {} if scheduler is None else {0: scheduler}, {})
     assert content_type.startswith("text/plain")
     found = {}
     for family in text_string_to_metric_families(page.decode()):
@@ -131,6 +131,19 @@ def test_the_scheduler(metrics: ServerMetrics) -> None:
     assert idle["gen_throughput",] == 0 and idle["spec_accept_length",] == 2.5
 
 
+def test_replicas_are_told_apart() -> None:
+    metrics = ServerMetrics("model", dp_size=3)
+    info = _scheduler_info()
+    page = metrics.render("", {0: info, 2: info | {"num_running_reqs": 7}}, {1: "it was ended"})[0].decode()
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    running = {s.labels["dp_rank"]: s.value for s in families["sglang:num_running_reqs"].samples}
+    assert running == {"0": 3, "2": 7}
+    assert families["sglang:num_lost_replicas"].samples[0].value == 1
+    accepted = families["sglang:spec_accepted_tokens"].samples
+    assert {(s.labels["dp_rank"], s.labels["position"]) for s in accepted} == {(r, p) for r in "02" for p in "01"}
+    assert len(re.findall("^# TYPE sglang:decode_step_seconds ", page, flags=re.MULTILINE)) == 1
+
+
 def test_a_histogram_travels() -> None:
     histogram = Histogram((1.0, 2.0))
     histogram.observe(1.5, 3)
@@ -139,12 +152,12 @@ def test_a_histogram_travels() -> None:
 
 
 def test_openmetrics(metrics: ServerMetrics) -> None:
-    page, content_type = metrics.render("application/openmetrics-text; version=1.0.0", None)
+    page, content_type = metrics.render("application/openmetrics-text; version=1.0.0", {}, {})
     assert content_type.startswith("application/openmetrics-text") and page.endswith(b"# EOF\n")
 
 
 def test_documents_and_dashboard_name_the_metrics_there_are(metrics: ServerMetrics) -> None:
-    page = metrics.render("", _scheduler_info())[0].decode()
+    page = metrics.render("", {0: _scheduler_info()}, {})[0].decode()
     # counters have their suffix in the text format, also where it names the family
     there = set(re.findall(r"^# TYPE (sglang:\w+)", page, flags=re.MULTILINE))
     assert len(there) > 20
@@ -155,11 +168,12 @@ def test_documents_and_dashboard_name_the_metrics_there_are(metrics: ServerMetri
     names = re.findall(r"sglang:\w+", " ".join(queries))
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
     assert len(queries) > 30 and shown <= there, shown - there
-    # what is derived from others, or nearly the same as another, needs no graph of its own
+    # what is derived from others, nearly the same as another, or for alerts, needs no graph of its own
     assert {name.removeprefix("sglang:") for name in there - shown} == {
         "cache_hit_rate",
         "gen_throughput",
         "max_total_num_tokens",
+        "num_lost_replicas",
         "num_used_tokens",
         "spec_accept_length",
         "spec_accept_rate_by_position",

@@ -80,6 +80,8 @@ RESOLUTION: dict[str, tuple[list[str], Any]] = {
     "page_size": (["--page-size", "16"], 16),
     "disable_radix_cache": (["--disable-radix-cache"], True),
     "tp_size": (["--tp", "2"], 2),
+    "dp_size": (["--dp", "3"], 3),
+    "load_balance_method": (["--load-balance-method", "total_tokens"], "auto"),
     "nnodes": (["--nnodes", "2", "--tp-size", "4", "--dist-init-addr", "10.0.0.1:5000"], 2),
     "node_rank": (["--node-rank", "1", "--nnodes", "2", "--tp-size", "2", "--dist-init-addr", "a:1"], 1),
     "dist_init_addr": (["--dist-init-addr", "[::1]:5000"], "[::1]:5000"),

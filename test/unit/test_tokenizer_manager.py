@@ -132,7 +132,7 @@ def test_closing_a_stream_aborts_what_runs(run: Callable[..., None]) -> None:
             async for _ in outputs:
                 break
         assert manager.num_pending == 0
-        reply = await manager.control("server_info")
+        (reply,) = await manager.control("server_info")
         assert reply.ok and reply.data == {"running": 0}
         assert sum(isinstance(msg, AbortReq) for msg in scheduler.log) == 3
 

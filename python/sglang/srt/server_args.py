@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 from sglang.srt.configs.model_config_parser import ASSISTANT_ARCHITECTURES, DTYPES
 from sglang.srt.configs.registries import ATTENTION_BACKENDS, GRAMMAR_BACKENDS, OUTPUT_FORMATS
 from sglang.srt.server_args_cli import closest, parse_command_line
 from sglang.srt.server_args_fields import ArgSpec, arg, specs_of
 from sglang.srt.server_args_grammar import make_grammar_config
+from sglang.srt.server_args_parallel import LoadBalanceMethod
 from sglang.srt.server_args_ports import PortArgs
 from sglang.srt.server_args_slices import (
     GrammarConfig,
@@ -237,6 +238,25 @@ class ServerArgs:
         names=("--tp", "--tensor-parallel-size"),
         low=1,
         high=1024,
+    )
+    dp_size: int = arg(
+        1,
+        "Replicas of the model behind one port, each of --tp-size processes with devices of their own. On a CPU they "
+        "share memory and cores equally.",
+        "integer",
+        _RUNTIME,
+        names=("--dp", "--data-parallel-size"),
+        low=1,
+        high=1024,
+    )
+    load_balance_method: LoadBalanceMethod = arg(
+        "auto",
+        "Which replica takes a request. auto: the one that owes the fewest tokens, where those of the prompt do not "
+        "count that it has seen before. round_robin: each in turn.",
+        "text",
+        _RUNTIME,
+        choices=get_args(LoadBalanceMethod),
+        synonyms=(("total_tokens", "auto"), ("minimum_tokens", "auto")),
     )
     nnodes: int = arg(1, "Machines that the processes are spread over.", "integer", _RUNTIME, low=1, high=1024)
     node_rank: int = arg(

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from sglang.srt.configs.model_config import TextConfig
 
+LoadBalanceMethod = Literal["auto", "round_robin"]
 
-def check_parallel(text: TextConfig, *, tp_size: int, nnodes: int, node_rank: int, dist_init_addr: str | None) -> None:
+
+def check_parallel(
+    text: TextConfig, *, tp_size: int, dp_size: int, nnodes: int, node_rank: int, dist_init_addr: str | None
+) -> None:
     """``ValueError`` for what does not fit together, or not to the model."""
+    if dp_size > 1 and nnodes > 1:
+        raise ValueError(
+            f"--dp-size {dp_size} makes replicas on one machine, and --nnodes is {nnodes}: start a server on each, "
+            "and a router in front of them"
+        )
+    if dp_size > 1 and dist_init_addr is not None:
+        raise ValueError(
+            f"--dist-init-addr {dist_init_addr!r} cannot be the address of --dp-size {dp_size} replicas: leave it out, "
+            "processes of one machine find each other without it"
+        )
     if tp_size % nnodes:
         raise ValueError(f"--tp-size {tp_size} cannot be spread evenly over --nnodes {nnodes}: choose a multiple of it")
     if node_rank >= nnodes:

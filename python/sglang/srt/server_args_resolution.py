@@ -41,6 +41,7 @@ def resolve_server_args(args: ServerArgs) -> ServerArgs:
     check_parallel(
         config.text,
         tp_size=args.tp_size,
+        dp_size=args.dp_size,
         nnodes=args.nnodes,
         node_rank=args.node_rank,
         dist_init_addr=args.dist_init_addr,

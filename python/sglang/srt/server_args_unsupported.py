@@ -34,9 +34,8 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "pp-size=1 pipeline-parallel-size=1 pp-max-micro-batch-size pp-async-batch-depth=0",
     ),
     (
-        "data parallelism is not available yet",
-        "dp-size=1 data-parallel-size=1 dp=1 load-balance-method=auto|round_robin load-watch-interval "
-        "enable-dp-attention enable-dp-lm-head prefill-round-robin-balance "
+        "--dp-size makes whole replicas, whose loads are known from their replies",
+        "load-watch-interval enable-dp-attention enable-dp-lm-head prefill-round-robin-balance "
         "enable-dp-attention-local-control-broadcast",
     ),
     ("processes find each other by --dist-init-addr, and NCCL's ports by themselves", "nccl-port"),

@@ -97,6 +97,8 @@ def test_sizes_that_do_not_divide_are_named(tiny_checkpoints: Path) -> None:
         ({"tp_size": 3}, "--tp-size 3 does not divide num_attention_heads 4, vocab_size"),
         ({"tp_size": 2, "nnodes": 4}, "--tp-size 2 cannot be spread evenly over --nnodes 4"),
         ({"tp_size": 2, "nnodes": 2}, "--nnodes 2 needs --dist-init-addr"),
+        ({"dp_size": 2, "nnodes": 2}, "--dp-size 2 makes replicas on one machine, and --nnodes is 2"),
+        ({"dp_size": 2, "dist_init_addr": "a:1"}, "--dist-init-addr 'a:1' cannot be the address of --dp-size"),
         ({"node_rank": 1}, "--node-rank 1 must be below --nnodes 1"),
         ({"dist_init_addr": "somewhere"}, "--dist-init-addr 'somewhere' must be HOST:PORT"),
         ({"dist_init_addr": "a:99999"}, "--dist-init-addr 'a:99999' must be HOST:PORT"),

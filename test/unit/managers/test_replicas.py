@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -166,14 +167,32 @@ def test_a_replica_that_ends_takes_only_its_own_requests_along() -> None:
         (out,) = lost.outs
         assert out.rid == "a" and out.completion_tokens == 3 and out.cached_tokens == 32 and not out.token_ids
         assert out.finish_reason == FinishReason("abort", message="replica 0 was killed", status=503)
-        assert await channel.recv() == ControlReply("q", ok=False, message="replica 0 was killed", data={})
+        assert await channel.recv() == ControlReply("q", False, "replica 0 was killed", {}, replica=0, lost=True)
+        assert channel.lost_replicas == {0: "replica 0 was killed"}
         links[0].inbox.put_nowait(BatchTokenOut((reply("a", 4),)))  # still in the pipe
         answer = ControlReply("q", ok=True, message="", data={})
         links[1].inbox.put_nowait(answer)
-        assert await channel.recv() == answer
+        assert await channel.recv() == replace(answer, replica=1)
         for i in range(3):
             channel.send(request(f"c{i}"))
         assert len(links[1].sent) == 5 and channel.num_replicas == 1
+
+    run_with_links(2, body)
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+def test_a_prefix_is_forgotten_with_the_cache_it_was_in(flushed: bool) -> None:
+    async def body(channel: ReplicaChannel, links: list[Link]) -> None:
+        channel.send(request("a", num_tokens=640))
+        links[0].inbox.put_nowait(BatchTokenOut((reply("a", 10, ended=True),)))
+        await channel.recv()
+        channel.send(ControlReq("q", "flush_cache"))
+        for link in links:
+            link.inbox.put_nowait(ControlReply("q", ok=flushed, message="", data={}))
+            await channel.recv()
+        channel.send(request("b", num_tokens=640))
+        # where the prefix is known, or else where it is the turn
+        assert links[1 if flushed else 0].sent[-1] == request("b", num_tokens=640)
 
     run_with_links(2, body)
 

@@ -13,7 +13,7 @@ from sglang.srt.entrypoints.native_protocol import check_fields
 from sglang.srt.entrypoints.responses import json_response, read_object
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.managers.profiler import ProfileOptions
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.tokenizer_manager import TokenizerManager, first_refusal
 from sglang.srt.server_args import ServerArgs
 
 PROFILE_FIELDS = ("num_steps", "start_step", "activities", "with_stack", "record_shapes")
@@ -44,9 +44,9 @@ def admin_routes(manager: TokenizerManager, state: ServerState) -> APIRouter:
 def _add_requests(router: APIRouter, manager: TokenizerManager) -> None:
     @router.api_route("/flush_cache", methods=["GET", "POST"])
     async def flush_cache() -> Response:
-        reply = await manager.control("flush_cache")
+        refusal = first_refusal(await manager.control("flush_cache"))
         return json_response(
-            {"success": reply.ok, "message": reply.message or "the cache is empty"}, 200 if reply.ok else 400
+            {"success": not refusal, "message": refusal or "the cache is empty"}, 400 if refusal else 200
         )
 
     @router.post("/abort_request")
@@ -95,8 +95,9 @@ def _add_profile(router: APIRouter, state: ServerState) -> None:
 
     @router.api_route("/stop_profile", methods=["GET", "POST"])
     async def stop_profile() -> Response:
-        file = await state.stop_profile()
-        return json_response({"success": True, "message": "Stop profiling.", "output_file": file})
+        file, *others = await state.stop_profile()
+        reply = {"success": True, "message": "Stop profiling.", "output_file": file}
+        return json_response(reply | {"output_files": [file, *others]} if others else reply)
 
 
 def parse_profile(body: Mapping[str, Any]) -> ProfileOptions:

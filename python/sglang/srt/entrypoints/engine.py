@@ -15,14 +15,14 @@ from typing import Any, NoReturn, TypeVar
 from transformers import PreTrainedTokenizerFast
 
 from sglang.srt.entrypoints.admin_routes import parse_profile
-from sglang.srt.entrypoints.launch import SchedulerProcess
 from sglang.srt.entrypoints.native_protocol import generate_events, generate_reply, parse_generate_request
+from sglang.srt.entrypoints.replicas import Schedulers, start_schedulers
 from sglang.srt.entrypoints.server_state import ServerState, load_server_tokenizer
 from sglang.srt.managers.channel import ManagerChannel, MemorySchedulerChannel, make_memory_channel
 from sglang.srt.managers.io_struct import ControlReq, GenerateReqInput, SchedulerReady
 from sglang.srt.managers.request_logger import make_request_logger
 from sglang.srt.managers.scheduler import run_scheduler
-from sglang.srt.managers.tokenizer_manager import SchedulerDiedError, TokenizerManager
+from sglang.srt.managers.tokenizer_manager import SchedulerDiedError, TokenizerManager, first_refusal
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.server_args_resolution import resolve_server_args
 
@@ -34,8 +34,9 @@ class Engine:
     """Generates text in this process: ``Engine(model_path="tiny-gemma4")``, with the keywords of ``ServerArgs``.
 
     Usable from any thread and from any event loop. A context manager; ``shutdown`` otherwise. ``ValueError`` for bad
-    arguments, ``SchedulerDiedError`` when the model cannot be loaded. With ``tp_size`` above 1 the schedulers run in
-    processes of their own, which import the program again: it must start engines under ``if __name__ == "__main__"``.
+    arguments, ``SchedulerDiedError`` when the model cannot be loaded. With ``tp_size`` or ``dp_size`` above 1 the
+    schedulers run in processes of their own, which import the program again: it must start engines under
+    ``if __name__ == "__main__"``.
     """
 
     def __init__(self, *, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
@@ -45,15 +46,15 @@ class Engine:
         self._loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self._loop.run_forever, name="sglang-tokenizer", daemon=True)
         self._channel: ManagerChannel
-        self._scheduler: threading.Thread | SchedulerProcess
-        if self.server_args.tp_size == 1:
+        self._scheduler: threading.Thread | Schedulers
+        if self.server_args.tp_size == self.server_args.dp_size == 1:
             scheduler_channel, self._channel = make_memory_channel(self._loop)
             self._scheduler = threading.Thread(
                 target=self._run_scheduler, args=(scheduler_channel,), name="sglang-scheduler", daemon=True
             )
             self._scheduler.start()
         else:
-            self._scheduler = SchedulerProcess(self.server_args)
+            self._scheduler = start_schedulers(self.server_args)
             self._channel = self._scheduler.channel
         self._loop_thread.start()
         try:
@@ -163,8 +164,8 @@ class Engine:
         return self._wait(self._state.start_profile(parse_profile(options)))
 
     def stop_profile(self) -> str:
-        """End the trace; its file."""
-        return self._wait(self._state.stop_profile())
+        """End the trace; its file, with ``dp_size`` above 1 that of the first replica."""
+        return self._wait(self._state.stop_profile())[0]
 
     def encode(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: ``ValueError``."""
@@ -172,7 +173,7 @@ class Engine:
 
     def flush_cache(self) -> bool:
         """Forget all cached prefixes; False when requests are running."""
-        return self._wait(self._manager.control("flush_cache")).ok
+        return not first_refusal(self._wait(self._manager.control("flush_cache")))
 
     def abort_request(self, rid: str | None = None, abort_all: bool = False) -> int:
         """Abort one request by its ``rid``, or all; returns how many sequences were running."""
@@ -208,10 +209,10 @@ class Engine:
             channel.send(SchedulerReady({}, error=f"the scheduler failed: {error!r}"))
 
     async def _start(self, tokenizer: PreTrainedTokenizerFast) -> TokenizerManager:
-        if isinstance(self._scheduler, SchedulerProcess):
-            ready = await self._scheduler.wait_ready()
-        else:
+        if isinstance(self._scheduler, threading.Thread):
             ready = await _recv_ready(self._channel)
+        else:
+            ready = await self._scheduler.wait_ready()
         manager = TokenizerManager(
             self._channel,
             tokenizer,
@@ -220,16 +221,16 @@ class Engine:
             request_logger=make_request_logger(self.server_args),
         )
         manager.start()
-        if isinstance(self._scheduler, SchedulerProcess):
+        if not isinstance(self._scheduler, threading.Thread):
             self._scheduler.watch(manager.scheduler_died)
         return manager
 
     def _stop_threads(self) -> None:
-        if isinstance(self._scheduler, SchedulerProcess):
-            self._wait(_stop(self._scheduler))
-        else:
+        if isinstance(self._scheduler, threading.Thread):
             self._channel.send(ControlReq("shutdown", "shutdown"))
             self._scheduler.join()
+        else:
+            self._wait(_stop(self._scheduler))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._loop_thread.join()
         self._loop.close()
@@ -275,7 +276,7 @@ async def _recv_ready(channel: ManagerChannel) -> SchedulerReady:
     return ready
 
 
-async def _stop(scheduler: SchedulerProcess) -> None:
+async def _stop(scheduler: Schedulers) -> None:
     """On the loop that watches it."""
     scheduler.unwatch()
     scheduler.stop()

@@ -212,11 +212,13 @@ def _add_metrics(app: FastAPI, ctx: Context) -> None:
         if ctx.metrics is None:
             raise ApiError(404, "there are no metrics: start the server with --enable-metrics")
         try:
-            reply = await ctx.manager.control("server_info", _METRICS_S)
+            replies = await ctx.manager.control("server_info", _METRICS_S)
         except (asyncio.TimeoutError, SchedulerDiedError):
-            reply = None
+            replies = []
         accept = request.headers.get("accept", "")
-        page, content_type = ctx.metrics.render(accept, None if reply is None else reply.data)
+        page, content_type = ctx.metrics.render(
+            accept, {reply.replica: reply.data for reply in replies}, ctx.manager.lost_replicas
+        )
         return Response(page, headers={"Content-Type": content_type})
 
 

@@ -15,8 +15,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from sglang.srt.entrypoints.http_app import build_app
-from sglang.srt.entrypoints.launch import SchedulerProcess
 from sglang.srt.entrypoints.prometheus import ServerMetrics
+from sglang.srt.entrypoints.replicas import Schedulers, start_schedulers
 from sglang.srt.entrypoints.server_state import load_server_tokenizer
 from sglang.srt.entrypoints.warmup import ready_message, warm_up
 from sglang.srt.managers.intake import RefusedError
@@ -116,10 +116,10 @@ async def _launch(server_args: ServerArgs, listener: socket.socket) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    scheduler = SchedulerProcess(server_args)
+    scheduler = start_schedulers(server_args)
     try:
         metrics = (
-            ServerMetrics(server_args.served_model_name or server_args.model_path)
+            ServerMetrics(server_args.served_model_name or server_args.model_path, server_args.dp_size)
             if server_args.enable_metrics
             else None
         )
@@ -134,7 +134,7 @@ async def _launch(server_args: ServerArgs, listener: socket.socket) -> None:
 
 
 async def _start_manager(
-    server_args: ServerArgs, scheduler: SchedulerProcess, observer: RequestObserver | None
+    server_args: ServerArgs, scheduler: Schedulers, observer: RequestObserver | None
 ) -> TokenizerManager:
     tokenizer, ready = await asyncio.gather(
         asyncio.to_thread(load_server_tokenizer, server_args), scheduler.wait_ready()
@@ -155,7 +155,7 @@ async def _serve(
     server_args: ServerArgs,
     server: _Server,
     manager: TokenizerManager,
-    scheduler: SchedulerProcess,
+    scheduler: Schedulers,
     listener: socket.socket,
 ) -> None:
     """Warm up, listen, and answer until told to stop; ``ServerError`` when the scheduler dies."""

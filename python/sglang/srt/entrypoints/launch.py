@@ -31,22 +31,24 @@ _LAST_WORDS_S = 1.0
 class SchedulerProcess:
     """The scheduler of every rank on this machine, each in a process of its own. They start when this is made.
 
-    ``stop`` must be called in the end; if this process dies first, the kernel ends the others.
+    ``replica``: which of ``--dp-size``. ``stop`` must be called in the end; if this process dies first, the kernel ends
+    the others.
     """
 
-    def __init__(self, server_args: ServerArgs) -> None:
+    def __init__(self, server_args: ServerArgs, replica: int = 0) -> None:
         self._port_args = PortArgs.init_new()
         self.channel = ZmqManagerChannel(self._port_args)
+        self._asked_to_stop = False
         # a fresh interpreter: a fork would copy the threads' locks of the libraries loaded here
         context = multiprocessing.get_context("spawn")
         self._ranks = {
             rank.rank: context.Process(
                 target=_run,
-                args=(server_args, self._port_args, rank, os.getpid()),
-                name=f"sglang-scheduler-{rank.rank}",
+                args=(server_args, self._port_args, rank, replica, os.getpid()),
+                name=f"sglang-scheduler-{replica}-{rank.rank}",
                 daemon=True,
             )
-            for rank in _ranks_here(server_args, self._port_args.folder)
+            for rank in _ranks_here(server_args, replica, self._port_args.folder)
         }
         for process in self._ranks.values():
             process.start()
@@ -102,22 +104,30 @@ class SchedulerProcess:
         return any(process.exitcode is not None for process in self._ranks.values())
 
     def stop(self) -> None:
-        """Ask the processes to end, insist, and wait until they have; then remove the sockets.
-
-        Where one has failed, the others would wait for it; and only rank 0 can be asked.
-        """
-        if 0 in self._ranks:
-            self.channel.send(ControlReq("shutdown", "shutdown"))
+        """``ask_to_stop``, insist, and wait until the processes have ended; then remove the sockets."""
+        self.ask_to_stop()
+        # where one has failed, the others would wait for it; and only rank 0 can be asked
         if not self.has_failed and (0 in self._ranks or self._has_ended):
             deadline = time.monotonic() + _SHUTDOWN_S
             for process in self._ranks.values():
                 process.join(max(0.0, deadline - time.monotonic()))
+        self.kill()
         for process in self._ranks.values():
-            if process.is_alive():
-                process.kill()
             process.join()
         self.channel.close()
         self._port_args.remove()
+
+    def ask_to_stop(self) -> None:
+        """Begin to stop, so that several can do so at once."""
+        if 0 in self._ranks and not self._asked_to_stop:
+            self._asked_to_stop = True
+            self.channel.send(ControlReq("shutdown", "shutdown"))
+
+    def kill(self) -> None:
+        """End the processes that have not ended."""
+        for process in self._ranks.values():
+            if process.is_alive():
+                process.kill()
 
     def _how_it_ended(self) -> str:
         """Of the process that ended first, as far as can be told: one that a signal ended did not follow another."""
@@ -163,19 +173,22 @@ async def _compute_only(server_args: ServerArgs) -> str | None:
         scheduler.stop()
 
 
-def _ranks_here(args: ServerArgs, folder: Path) -> list[TpRank]:
-    """``folder``: where the ranks of a single machine meet."""
+def _ranks_here(args: ServerArgs, replica: int, folder: Path) -> list[TpRank]:
+    """``folder``: where the ranks of a single machine meet. Replicas take devices one after the other."""
     num = args.tp_size // args.nnodes
     rendezvous = f"file://{folder}/rendezvous" if args.dist_init_addr is None else f"tcp://{args.dist_init_addr}"
     first = args.node_rank * num
-    return [TpRank(first + i, args.tp_size, i, num, rendezvous, args.dist_timeout) for i in range(num)]
+    return [
+        TpRank(first + i, args.tp_size, replica * num + i, args.dp_size * num, rendezvous, args.dist_timeout)
+        for i in range(num)
+    ]
 
 
-def _run(server_args: ServerArgs, port_args: PortArgs, rank: TpRank, parent_pid: int) -> None:
+def _run(server_args: ServerArgs, port_args: PortArgs, rank: TpRank, replica: int, parent_pid: int) -> None:
     """Body of the process. Both signals often reach all processes of a server; the parent decides what they mean."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         return  # the parent died before the kernel knew whom to watch
-    run_scheduler_process(server_args, port_args, rank)
+    run_scheduler_process(server_args, port_args, rank, replica)

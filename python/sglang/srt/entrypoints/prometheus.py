@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -24,8 +24,10 @@ _E2E_BOUNDS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 
 class ServerMetrics:
     """A ``RequestObserver`` that counts, and the page that shows its counts beside the scheduler's. One event loop."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, dp_size: int = 1) -> None:
+        """With several replicas what schedulers say has the label ``dp_rank``."""
         self._model_name = model_name
+        self._dp_size = dp_size
         self._ttft_s = Histogram(_TTFT_BOUNDS)
         self._itl_s = Histogram(_ITL_BOUNDS)
         self._e2e_s = Histogram(_E2E_BOUNDS)
@@ -59,104 +61,136 @@ class ServerMetrics:
         self._num_requests += 1
         self._num_aborted += 1
 
-    def render(self, accept: str, scheduler: Mapping[str, Any] | None) -> tuple[bytes, str]:
+    def render(
+        self, accept: str, schedulers: Mapping[int, Mapping[str, Any]], lost: Mapping[int, str]
+    ) -> tuple[bytes, str]:
         """The page and its content type, in the format that the header ``accept`` asks for.
 
-        ``scheduler`` is its answer to ``server_info``; None, when it did not answer, leaves its part out.
+        ``schedulers``: answers of the replicas to ``server_info``; none, when they did not answer, leaves their part
+        out. ``lost``: replicas that ended.
         """
-        metrics = [*self._of_requests(), *self._of_scheduler(scheduler), *self._process.collect()]
+        families = _Families({"model_name": self._model_name})
+        text = "1 when the scheduler answered this scrape in time."
+        metrics = [*self._of_requests(families), families.gauge("scheduler_responds", text, bool(schedulers))]
+        metrics.append(families.gauge("num_lost_replicas", "Replicas that ended while others go on.", len(lost)))
+        metrics += _joined(
+            _of_scheduler(families.of_replica(replica) if self._dp_size > 1 else families, info)
+            for replica, info in schedulers.items()
+        )
         encode, content_type = choose_encoder(accept)
-        return encode(_Page(metrics)), content_type
+        return encode(_Page([*metrics, *self._process.collect()])), content_type
 
-    def _of_requests(self) -> Iterator[Metric]:
-        yield self._counter("prompt_tokens", "Prompt tokens of requests that were started.", self._prompt_tokens)
-        yield self._counter("cached_tokens", "Prompt tokens whose KV was reused.", self._cached_tokens)
-        yield self._counter("generation_tokens", "Tokens generated.", self._generation_tokens)
-        yield self._counter("num_requests", "Requests that ended, however they did.", self._num_requests)
+    def _of_requests(self, families: _Families) -> Iterator[Metric]:
+        yield families.counter("prompt_tokens", "Prompt tokens of requests that were started.", self._prompt_tokens)
+        yield families.counter("cached_tokens", "Prompt tokens whose KV was reused.", self._cached_tokens)
+        yield families.counter("generation_tokens", "Tokens generated.", self._generation_tokens)
+        yield families.counter("num_requests", "Requests that ended, however they did.", self._num_requests)
         text = "Requests that were aborted or refused, or whose client went away."
-        yield self._counter("num_aborted_requests", text, self._num_aborted)
-        yield self._histogram(
+        yield families.counter("num_aborted_requests", text, self._num_aborted)
+        yield families.histogram(
             "time_to_first_token_seconds", "From arrival to the first token, of streamed requests.", self._ttft_s
         )
-        yield self._histogram(
+        yield families.histogram(
             "inter_token_latency_seconds",
             "Between tokens of streamed requests; tokens that arrive together share the time equally.",
             self._itl_s,
         )
-        yield self._histogram(
+        yield families.histogram(
             "e2e_request_latency_seconds",
             "From arrival to the last token, of requests that were not aborted.",
             self._e2e_s,
         )
-        yield self._histogram("queue_time_seconds", "From arrival at the scheduler to the first step.", self._queue_s)
-
-    def _of_scheduler(self, info: Mapping[str, Any] | None) -> Iterator[Metric]:
-        yield self._gauge("scheduler_responds", "1 when the scheduler answered this scrape in time.", info is not None)
-        if info is None:
-            return
-        totals, kv = info["totals"], info["kv_cache"]
-        running = info["num_running_reqs"]
-        yield self._gauge("num_running_reqs", "Requests that run.", running)
-        yield self._gauge("num_queue_reqs", "Requests that wait.", info["num_queue_reqs"])
-        yield self._gauge("token_usage", "Part of the KV pool that requests hold.", info["token_usage"])
-        yield self._gauge("num_used_tokens", "Slots of the KV pool that requests hold.", kv["owned"] + kv["protected"])
-        yield self._gauge("max_total_num_tokens", "Slots of the KV pool.", kv["total"])
-        kv_text = "Slots of the KV pool: free, cached for later requests, or held by requests."
-        slots = {"free": kv["free"], "cached": kv["evictable"], "held": kv["owned"] + kv["protected"]}
-        yield self._gauges("kv_cache_tokens", kv_text, "state", slots)
-        throughput = info["last_gen_throughput"] if running else 0.0
-        yield self._gauge("gen_throughput", "Tokens per second of the last interval of decode steps.", throughput)
-        hit_rate = totals["cached_tokens"] / max(totals["prompt_tokens"], 1)
-        yield self._gauge("cache_hit_rate", "Part of all prompt tokens whose KV was reused.", hit_rate)
-        text = "Requests that had to give up their KV for others and start anew."
-        yield self._counter("num_retracted_requests", text, totals["num_retractions"])
-        yield self._histogram("prefill_step_seconds", "Prefill steps.", Histogram.from_dict(info["prefill_step_s"]))
-        text = "Decode steps; with speculation these are rounds of drafting and verification."
-        yield self._histogram("decode_step_seconds", text, Histogram.from_dict(info["decode_step_s"]))
-        if "avg_spec_accept_length" in info:
-            yield from self._of_speculation(info, totals)
-
-    def _of_speculation(self, info: Mapping[str, Any], totals: Mapping[str, Any]) -> Iterator[Metric]:
-        accepted = {str(position): count for position, count in enumerate(totals["accepted_by_position"])}
-        rates = {str(position): rate for position, rate in enumerate(info["spec_accept_by_position"])}
-        # the last interval's, and before its end the mean of all
-        recent = info["last_spec_accept_length"] or info["avg_spec_accept_length"]
-        yield self._gauge(
-            "spec_accept_length", "Tokens per verification, in the last interval of decode steps.", recent
+        yield families.histogram(
+            "queue_time_seconds", "From arrival at the scheduler to the first step.", self._queue_s
         )
-        yield self._gauges(
-            "spec_accept_rate_by_position", "Part of this draft's verifications that accepted it.", "position", rates
-        )
-        yield self._counter("spec_verifications", "Verifications, one for each request and round.", totals["verify_ct"])
-        counter = CounterMetricFamily(
-            "sglang:spec_accepted_tokens", "Drafts accepted, by their position.", labels=["model_name", "position"]
-        )
-        for position, count in accepted.items():
-            counter.add_metric([self._model_name, position], count)
-        yield counter
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        gauge = GaugeMetricFamily(f"sglang:{name}", text, labels=["model_name"])
-        gauge.add_metric([self._model_name], value)
+
+def _of_scheduler(families: _Families, info: Mapping[str, Any]) -> Iterator[Metric]:
+    totals, kv = info["totals"], info["kv_cache"]
+    running = info["num_running_reqs"]
+    yield families.gauge("num_running_reqs", "Requests that run.", running)
+    yield families.gauge("num_queue_reqs", "Requests that wait.", info["num_queue_reqs"])
+    yield families.gauge("token_usage", "Part of the KV pool that requests hold.", info["token_usage"])
+    yield families.gauge("num_used_tokens", "Slots of the KV pool that requests hold.", kv["owned"] + kv["protected"])
+    yield families.gauge("max_total_num_tokens", "Slots of the KV pool.", kv["total"])
+    kv_text = "Slots of the KV pool: free, cached for later requests, or held by requests."
+    slots = {"free": kv["free"], "cached": kv["evictable"], "held": kv["owned"] + kv["protected"]}
+    yield families.gauges("kv_cache_tokens", kv_text, "state", slots)
+    throughput = info["last_gen_throughput"] if running else 0.0
+    yield families.gauge("gen_throughput", "Tokens per second of the last interval of decode steps.", throughput)
+    hit_rate = totals["cached_tokens"] / max(totals["prompt_tokens"], 1)
+    yield families.gauge("cache_hit_rate", "Part of all prompt tokens whose KV was reused.", hit_rate)
+    text = "Requests that had to give up their KV for others and start anew."
+    yield families.counter("num_retracted_requests", text, totals["num_retractions"])
+    yield families.histogram("prefill_step_seconds", "Prefill steps.", Histogram.from_dict(info["prefill_step_s"]))
+    text = "Decode steps; with speculation these are rounds of drafting and verification."
+    yield families.histogram("decode_step_seconds", text, Histogram.from_dict(info["decode_step_s"]))
+    if "avg_spec_accept_length" in info:
+        yield from _of_speculation(families, info, totals)
+
+
+def _of_speculation(families: _Families, info: Mapping[str, Any], totals: Mapping[str, Any]) -> Iterator[Metric]:
+    accepted = {str(position): count for position, count in enumerate(totals["accepted_by_position"])}
+    rates = {str(position): rate for position, rate in enumerate(info["spec_accept_by_position"])}
+    # the last interval's, and before its end the mean of all
+    recent = info["last_spec_accept_length"] or info["avg_spec_accept_length"]
+    yield families.gauge("spec_accept_length", "Tokens per verification, in the last interval of decode steps.", recent)
+    yield families.gauges(
+        "spec_accept_rate_by_position", "Part of this draft's verifications that accepted it.", "position", rates
+    )
+    yield families.counter("spec_verifications", "Verifications, one for each request and round.", totals["verify_ct"])
+    yield families.counters("spec_accepted_tokens", "Drafts accepted, by their position.", "position", accepted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Families:
+    """Metrics of this server, all with the same labels."""
+
+    labels: Mapping[str, str]
+
+    def of_replica(self, replica: int) -> _Families:
+        return _Families({**self.labels, "dp_rank": str(replica)})
+
+    def gauge(self, name: str, text: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(f"sglang:{name}", text, labels=[*self.labels])
+        gauge.add_metric([*self.labels.values()], value)
         return gauge
 
-    def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        gauge = GaugeMetricFamily(f"sglang:{name}", text, labels=["model_name", label])
+    def gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        gauge = GaugeMetricFamily(f"sglang:{name}", text, labels=[*self.labels, label])
         for key, value in values.items():
-            gauge.add_metric([self._model_name, key], value)
+            gauge.add_metric([*self.labels.values(), key], value)
         return gauge
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        counter = CounterMetricFamily(f"sglang:{name}", text, labels=["model_name"])
-        counter.add_metric([self._model_name], value)
+    def counter(self, name: str, text: str, value: float) -> Metric:
+        counter = CounterMetricFamily(f"sglang:{name}", text, labels=[*self.labels])
+        counter.add_metric([*self.labels.values()], value)
         return counter
 
-    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+    def counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        counter = CounterMetricFamily(f"sglang:{name}", text, labels=[*self.labels, label])
+        for key, value in values.items():
+            counter.add_metric([*self.labels.values(), key], value)
+        return counter
+
+    def histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
         bounds = [*map(str, histogram.bounds), "+Inf"]
-        family = HistogramMetricFamily(f"sglang:{name}", text, labels=["model_name"])
+        family = HistogramMetricFamily(f"sglang:{name}", text, labels=[*self.labels])
         buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
-        family.add_metric([self._model_name], buckets, histogram.total)
+        family.add_metric([*self.labels.values()], buckets, histogram.total)
         return family
+
+
+def _joined(parts: Iterable[Iterable[Metric]]) -> list[Metric]:
+    """Each metric once, with the samples of all parts."""
+    joined: dict[str, Metric] = {}
+    for part in parts:
+        for metric in part:
+            if metric.name in joined:
+                joined[metric.name].samples += metric.samples
+            else:
+                joined[metric.name] = metric
+    return list(joined.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sglang.srt.managers.profiler import ProfileOptions
 from sglang.srt.managers.request_logger import make_request_logger
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.tokenizer_manager import TokenizerManager, first_refusal
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_transformers.tokenizer import load_tokenizer
 from sglang.version import __version__
@@ -66,14 +66,19 @@ class ServerState:
             **self._args.public_dict(),
             **self._manager.scheduler_info,
             "internal_states": await self.internal_states(),
-            "integrity": {"ok": integrity.ok, "message": integrity.message, **integrity.data},
+            "lost_replicas": {str(replica): cause for replica, cause in self._manager.lost_replicas.items()},
+            "integrity": {
+                "ok": all(reply.ok for reply in integrity),
+                "message": first_refusal(integrity),
+                **_sums([reply.data for reply in integrity]),
+            },
             "num_pending_requests": self._manager.num_pending,
             "version": __version__,
         }
 
     async def internal_states(self) -> list[dict[str, Any]]:
-        """Counts and load of each scheduler."""
-        return [(await self._manager.control("server_info")).data]
+        """Counts and load of each scheduler that lives; ``dp_rank`` tells which replica it is."""
+        return [{"dp_rank": reply.replica, **reply.data} for reply in await self._manager.control("server_info")]
 
     async def set_internal_state(self, changes: Mapping[str, Any]) -> None:
         """Change arguments of ``SETTABLE``. ``ValueError`` for another name, or a value that its flag does not take."""
@@ -89,11 +94,11 @@ class ServerState:
 
     async def start_profile(self, options: ProfileOptions) -> str:
         """Begin a trace of scheduler steps; the folder it will be in. ``ValueError`` when that cannot be."""
-        return str((await self._control("start_profile", asdict(options)))["output_dir"])
+        return str((await self._control("start_profile", asdict(options)))[0]["output_dir"])
 
-    async def stop_profile(self) -> str:
-        """End the trace; its file. ``ValueError`` when none runs."""
-        return str((await self._control("stop_profile", {}))["output_file"])
+    async def stop_profile(self) -> list[str]:
+        """End the trace; its file, or one of each replica. ``ValueError`` when none runs."""
+        return [str(data["output_file"]) for data in await self._control("stop_profile", {})]
 
     async def update_weights(self, model_path: Path, draft_model_path: Path | None, *, abort: bool) -> WeightUpdate:
         """Serve other weights of the same shape, once what runs has ended, or after its ``abort``."""
@@ -105,8 +110,14 @@ class ServerState:
                 self._args = self._args.derive(speculative_draft_model_path=draft)
         return WeightUpdate(message, num_paused)
 
-    async def _control(self, action: Any, data: dict[str, Any]) -> dict[str, Any]:
-        reply = await self._manager.control(action, _PROFILE_S, data)
-        if not reply.ok:
-            raise ValueError(reply.message)
-        return reply.data
+    async def _control(self, action: Any, data: dict[str, Any]) -> list[dict[str, Any]]:
+        replies = await self._manager.control(action, _PROFILE_S, data)
+        message = first_refusal(replies)
+        if message:
+            raise ValueError(message)
+        return [reply.data for reply in replies]
+
+
+def _sums(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    names = dict.fromkeys(name for count in counts for name in count)
+    return {name: sum(count.get(name, 0) for count in counts) for name in names}

@@ -11,17 +11,19 @@ _WARMUP_TOKENS = 8
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
-def probe_request(manager: TokenizerManager, max_new_tokens: int) -> GenerateReqInput:
-    """A greedy request with the shortest prompt there is."""
+def probe_request(manager: TokenizerManager, max_new_tokens: int, num_prompts: int = 1) -> GenerateReqInput:
+    """A greedy request with the shortest prompt there is, once or several times."""
     bos = manager.tokenizer.bos_token_id
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
-    return GenerateReqInput(prompts=((0 if bos is None else bos,),), sampling_params=(params,), stream=False)
+    prompts = ((0 if bos is None else bos,),) * num_prompts
+    return GenerateReqInput(prompts, (params,) * num_prompts, stream=False)
 
 
 async def warm_up(manager: TokenizerManager) -> None:
     """Generate a few tokens, so that the first user does not wait for what happens once; errors pass through."""
     room = manager.limits.context_len - 1
-    await manager.generate_whole(probe_request(manager, min(_WARMUP_TOKENS, room)))
+    # sent at once, they go to different replicas
+    await manager.generate_whole(probe_request(manager, min(_WARMUP_TOKENS, room), manager.num_replicas))
     # users must not meet a prefix in the cache that none of them sent
     await manager.control("flush_cache")
 

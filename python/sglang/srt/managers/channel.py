@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from sglang.srt.managers.io_struct import (
@@ -36,11 +37,31 @@ class SchedulerChannel(Protocol):
 class ManagerChannel(Protocol):
     """The tokenizer manager's end, used from one event loop."""
 
+    @property
+    def num_replicas(self) -> int:
+        """Schedulers that reply to a ``ControlReq``."""
+
+    @property
+    def lost_replicas(self) -> Mapping[int, str]:
+        """Schedulers that ended while others go on, each with the cause."""
+
     def send(self, msg: ToScheduler) -> None: ...
 
     async def recv(self) -> FromScheduler: ...
 
     def close(self) -> None: ...
+
+
+class _ToOneScheduler:
+    """What a ``ManagerChannel`` says that leads to one scheduler."""
+
+    @property
+    def num_replicas(self) -> int:
+        return 1
+
+    @property
+    def lost_replicas(self) -> Mapping[int, str]:
+        return {}
 
 
 class MemorySchedulerChannel:
@@ -64,7 +85,7 @@ class MemorySchedulerChannel:
         self._manager.deliver(msg)
 
 
-class MemoryManagerChannel:
+class MemoryManagerChannel(_ToOneScheduler):
     """Manager's end between two threads of a process; ``loop`` is the event loop that receives."""
 
     def __init__(self, inbox: queue.SimpleQueue[ToScheduler], loop: asyncio.AbstractEventLoop) -> None:
@@ -130,7 +151,7 @@ class ZmqOutbox:
         self._outbox.close()
 
 
-class ZmqManagerChannel:
+class ZmqManagerChannel(_ToOneScheduler):
     """Manager's end between two processes."""
 
     def __init__(self, port_args: PortArgs) -> None:

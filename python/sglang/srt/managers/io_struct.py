@@ -103,10 +103,14 @@ class ControlReq:
 
 @dataclass(frozen=True, slots=True)
 class ControlReply:
+    """``replica``: whose reply it is, where there are several; ``lost`` when it ended before it could reply."""
+
     request_id: str
     ok: bool
     message: str
     data: dict[str, Any]
+    replica: int = 0
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, TokenOut
-
-LoadBalanceMethod = Literal["auto", "round_robin"]
+from sglang.srt.server_args_parallel import LoadBalanceMethod
 
 _BLOCK = 32  # tokens of a prompt that are remembered as one
 _MAX_BLOCKS = 1 << 16
@@ -117,6 +115,10 @@ class LoadBalancer:
         left = sent.max_new_tokens - out.completion_tokens
         self._owed[sent.replica] -= sent.owed - left
         sent.owed, sent.last = left, out
+
+    def forget_prefixes(self, replica: int) -> None:
+        """The prefix cache of ``replica`` is empty."""
+        self._prefixes.forget(replica)
 
     def lose(self, replica: int) -> list[tuple[TokenizedGenerateReqInput, TokenOut | None]]:
         """``replica`` is gone: the requests that were there, each with its last reply."""

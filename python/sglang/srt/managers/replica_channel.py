@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 
 from sglang.srt.managers.channel import ManagerChannel
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenOut,
+    ControlAction,
     ControlReply,
     ControlReq,
     FinishReason,
@@ -21,6 +23,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.load_balancer import LoadBalancer
 
 _UNAVAILABLE = 503
+_EMPTY_THE_CACHE: tuple[ControlAction, ...] = ("flush_cache", "update_weights")
 
 
 class ReplicaChannel:
@@ -34,12 +37,17 @@ class ReplicaChannel:
         self._balancer = balancer
         self._arrived: asyncio.Queue[FromScheduler] = asyncio.Queue()
         self._pumps: list[asyncio.Task[None]] = []
-        self._asked: dict[int, set[str]] = {replica: set() for replica in range(len(channels))}
+        # what the replicas that live were asked and have not answered, by request id
+        self._asked: dict[int, dict[str, ControlAction]] = {replica: {} for replica in range(len(channels))}
+        self._lost: dict[int, str] = {}
 
     @property
     def num_replicas(self) -> int:
-        """Those that live."""
-        return len(self._balancer.alive)
+        return len(self._asked)
+
+    @property
+    def lost_replicas(self) -> Mapping[int, str]:
+        return self._lost
 
     def send(self, msg: ToScheduler) -> None:
         if isinstance(msg, TokenizedGenerateReqInput):
@@ -51,7 +59,7 @@ class ReplicaChannel:
         else:
             for replica in self._balancer.alive:
                 if isinstance(msg, ControlReq):
-                    self._asked[replica].add(msg.request_id)
+                    self._asked[replica][msg.request_id] = msg.action
                 self._channels[replica].send(msg)
 
     async def recv(self) -> FromScheduler:
@@ -63,11 +71,12 @@ class ReplicaChannel:
 
     def lose(self, replica: int, cause: str) -> None:
         """``replica`` ended: its requests fail with ``cause``, and nothing is sent there any more."""
+        self._lost[replica] = cause
         outs = tuple(_lost(req, last, cause) for req, last in self._balancer.lose(replica))
         if outs:
             self._arrived.put_nowait(BatchTokenOut(outs))
         for request_id in self._asked.pop(replica):
-            self._arrived.put_nowait(ControlReply(request_id, ok=False, message=cause, data={}))
+            self._arrived.put_nowait(ControlReply(request_id, False, cause, {}, replica, lost=True))
 
     def close(self) -> None:
         for pump in self._pumps:
@@ -86,7 +95,10 @@ class ReplicaChannel:
                 for out in msg.outs:
                     self._balancer.received(out)
             else:
-                self._asked[replica].discard(msg.request_id)
+                action = self._asked[replica].pop(msg.request_id, None)
+                if msg.ok and action in _EMPTY_THE_CACHE:
+                    self._balancer.forget_prefixes(replica)
+                msg = dataclasses.replace(msg, replica=replica)
             self._arrived.put_nowait(msg)
 
     def _pump_ended(self, pump: asyncio.Task[None]) -> None:

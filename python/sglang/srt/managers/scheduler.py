@@ -485,14 +485,15 @@ def _watchdogs(server_args: ServerArgs, stages: Stages, may_exit: bool) -> list[
     return [Watchdog(stages, timeout_s, on_hang) for timeout_s, on_hang in bounds if timeout_s is not None]
 
 
-def run_scheduler_process(server_args: ServerArgs, port_args: PortArgs, rank: TpRank) -> None:
+def run_scheduler_process(server_args: ServerArgs, port_args: PortArgs, rank: TpRank, replica: int = 0) -> None:
     """``run_scheduler`` as the body of a process, over ZMQ. Of the ranks only the first one logs what all of them do.
 
     Ends with ``SystemExit`` when another rank has ended.
     """
     leads = rank.rank == 0
     level = server_args.log_level if leads or server_args.log_level == "debug" else "warning"
-    configure_logger(level, prefix="scheduler" if rank.size == 1 else f"scheduler TP{rank.rank}")
+    names = ((server_args.dp_size, f" DP{replica}"), (rank.size, f" TP{rank.rank}"))
+    configure_logger(level, prefix="scheduler" + "".join(name for size, name in names if size > 1))
     outside = ZmqSchedulerChannel(port_args) if leads else ZmqOutbox(port_args)
     try:
         device = make_device(server_args.device, rank.local_rank).torch_device

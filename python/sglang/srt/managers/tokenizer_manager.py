@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -135,8 +135,34 @@ class _ReqState:
         return Logprobs(out.prompt_logprobs, out.logprobs, has_top, has_asked, self.text_of)
 
 
+@dataclass(slots=True)
+class _Question:
+    """A ``ControlReq`` on its way to ``num_asked`` schedulers; ``answered`` when all of them replied."""
+
+    num_asked: int
+    answered: asyncio.Future[list[ControlReply]]
+    replies: list[ControlReply] = field(default_factory=list)
+
+    def take(self, reply: ControlReply) -> None:
+        self.replies.append(reply)
+        if len(self.replies) == self.num_asked and not self.answered.done():
+            self.answered.set_result(self.replies)
+
+    def fail(self, error: Exception) -> None:
+        if not self.answered.done():
+            self.answered.set_exception(error)
+
+
+def first_refusal(replies: Sequence[ControlReply]) -> str:
+    """Why not all schedulers did what they were told, by the first that did not; "" when all did."""
+    return next((reply.message for reply in replies if not reply.ok), "")
+
+
 class TokenizerManager:
-    """Front of a scheduler. ``start`` it on the event loop that uses it; ``ready`` is the scheduler's first message."""
+    """Front of a scheduler, or of several replicas. ``start`` it on the event loop that uses it.
+
+    ``ready`` is a scheduler's first message.
+    """
 
     def __init__(
         self,
@@ -160,7 +186,7 @@ class TokenizerManager:
         self._idle.set()
         self._pieces = TokenPieces(tokenizer)
         self._states: dict[str, _ReqState] = {}
-        self._replies: dict[str, asyncio.Future[ControlReply]] = {}
+        self._questions: dict[str, _Question] = {}
         self._died: str | None = None
         self._receiver: asyncio.Task[None] | None = None
 
@@ -179,6 +205,16 @@ class TokenizerManager:
     def died(self) -> str | None:
         """Why no request can be served any more; None while all is well."""
         return self._died
+
+    @property
+    def num_replicas(self) -> int:
+        """Schedulers that serve."""
+        return self._channel.num_replicas
+
+    @property
+    def lost_replicas(self) -> Mapping[int, str]:
+        """Schedulers that ended while others go on, each with the cause."""
+        return self._channel.lost_replicas
 
     @property
     def pieces(self) -> TokenPieces:
@@ -222,8 +258,12 @@ class TokenizerManager:
                 running = self.abort_request(abort_all=True) if abort else self.num_pending
                 await self.wait_idle()
                 paths = {"model_path": model_path, "draft_model_path": draft_model_path}
-                reply = await self.control("update_weights", timeout_s=_UPDATE_S, data=paths)
-        return running, "" if reply.ok else reply.message
+                replies = await self.control("update_weights", timeout_s=_UPDATE_S, data=paths)
+        message = first_refusal(replies)
+        if message and any(reply.ok for reply in replies):
+            done = ", ".join(str(reply.replica) for reply in replies if reply.ok)
+            message += f" (replicas that have the new weights: {done}; until an update succeeds replicas differ)"
+        return running, message
 
     def scheduler_died(self, cause: str) -> None:
         """Tell every caller, now and later, that there is no scheduler. The first cause is the one that is told."""
@@ -233,9 +273,8 @@ class TokenizerManager:
             state.outbox.fail(SchedulerDiedError(self._died))
         self._states.clear()
         self._idle.set()
-        for reply in self._replies.values():
-            if not reply.done():
-                reply.set_exception(SchedulerDiedError(self._died))
+        for question in self._questions.values():
+            question.fail(SchedulerDiedError(self._died))
 
     async def generate_request(self, req: GenerateReqInput) -> AsyncGenerator[GenerateOutput, None]:
         """Run all sequences of a request; yields outputs as they arrive, the last of each with a ``finish_reason``.
@@ -290,17 +329,22 @@ class TokenizerManager:
 
     async def control(
         self, action: ControlAction, timeout_s: float = 60.0, data: dict[str, Any] | None = None
-    ) -> ControlReply:
-        """Ask the scheduler. ``SchedulerDiedError`` when it is gone, ``asyncio.TimeoutError`` when it is silent."""
+    ) -> list[ControlReply]:
+        """Ask every scheduler; one reply of each that lives, in order of replicas.
+
+        ``SchedulerDiedError`` when there is none, ``asyncio.TimeoutError`` when one is silent.
+        """
         if self._died is not None:
             raise SchedulerDiedError(self._died)
         request_id = uuid.uuid4().hex
-        reply = self._replies[request_id] = asyncio.get_running_loop().create_future()
+        question = _Question(self._channel.num_replicas, asyncio.get_running_loop().create_future())
+        self._questions[request_id] = question
         try:
             self._channel.send(ControlReq(request_id, action, data or {}))
-            return await asyncio.wait_for(reply, timeout_s)
+            replies = await asyncio.wait_for(question.answered, timeout_s)
         finally:
-            del self._replies[request_id]
+            del self._questions[request_id]
+        return sorted((reply for reply in replies if not reply.lost), key=lambda reply: reply.replica)
 
     async def _make_states(self, req: GenerateReqInput) -> list[_ReqState]:
         created_at = time.monotonic()
@@ -387,9 +431,9 @@ class TokenizerManager:
             # the first message was taken by whoever started the scheduler; a later one is its last word
             self.scheduler_died(msg.error or "the scheduler started anew")
             return
-        reply = self._replies.get(msg.request_id)
-        if reply is not None and not reply.done():
-            reply.set_result(msg)
+        question = self._questions.get(msg.request_id)
+        if question is not None:
+            question.take(msg)
 
     def _deliver(self, batch: BatchTokenOut) -> None:
         now = time.monotonic()
