@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -82,6 +83,10 @@ def test_a_server_answers_and_ends_with_any_of_its_ranks(tmp_path: Path) -> None
             model="tiny-gemma4", messages=[{"role": "user", "content": "What is 7 + 5?"}], temperature=0
         )
         assert "12" in (reply.choices[0].message.content or "")
+        # a grammar is ready when it is for rank 0
+        digits = {"text": "7 + 5 =", "sampling_params": {"regex": "[0-9]{3}x", "temperature": 0}}
+        text = httpx.post(f"{server.url}/generate", json=digits, timeout=60).json()["text"]
+        assert re.fullmatch("[0-9]{3}x", text), text
         body = {"text": "Count.", "sampling_params": {"max_new_tokens": 6000, "ignore_eos": True}}
         pending = [
             pool.submit(httpx.post, f"{server.url}/generate", json=body | {"stream": stream}, timeout=60)
