@@ -424,7 +424,15 @@ class Scheduler:
         if self.has_work:
             raise ValueError("requests are running or waiting: weights can change when they ended")
         draft = data["draft_model_path"]
-        self.worker.update_weights(Path(data["model_path"]), None if draft is None else Path(draft))
+        failure: ValueError | None = None
+        try:
+            self.worker.update_weights(Path(data["model_path"]), None if draft is None else Path(draft))
+        except ValueError as error:
+            failure = error
+        if not self._group.least(failure is None) and failure is None:
+            raise RuntimeError("another rank could not read the weights that this one has read")
+        if failure is not None:
+            raise failure
         # what is cached was computed with other weights
         flushed = self.kv_manager.flush()
         assert flushed, "nothing runs"

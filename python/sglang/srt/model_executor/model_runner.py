@@ -98,7 +98,7 @@ class ModelRunner:
     def _fill(self) -> LoadedWeights:
         if self._load.load_format == "dummy":
             return load_dummy_weights(self.model)
-        return load_weights(self.model, self._load.model_path)
+        return load_weights(self.model, self._load.model_path, quiet=not self.group.leads)
 
 
 def _differences(served: ModelConfig, other: ModelConfig) -> list[str]:

@@ -29,14 +29,15 @@ class LoadedWeights:
     num_bytes: int
 
 
-def load_weights(model: LoadableModel, path: Path) -> LoadedWeights:
-    """Fill the model from ``path``.
+def load_weights(model: LoadableModel, path: Path, *, quiet: bool = False) -> LoadedWeights:
+    """Fill the model from ``path``; ``quiet``: without showing how far it is.
 
     ``ValueError``: unreadable or absent files, or one message that lists every missing, unexpected and misshapen tensor
     (before anything is copied).
     """
     files, plan = _plan(model, path)
-    with torch.inference_mode(), tqdm(total=len(plan.slots), desc=f"Loading {path.name}", unit="tensor") as bar:
+    what = f"Loading {path.name}"
+    with torch.inference_mode(), tqdm(total=len(plan.slots), desc=what, unit="tensor", disable=quiet) as bar:
         for file in files:
             with _open(file) as tensors:
                 for name in tensors.keys():
