@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from fixtures.echo_scheduler import INFO
-from sglang.srt.entrypoints.admin_routes import PROFILE_FIELDS, UPDATE_FIELDS
+from sglang.srt.entrypoints.admin_routes import UPDATE_FIELDS
 from sglang.srt.entrypoints.anthropic_request import MESSAGE_FIELDS
 from sglang.srt.entrypoints.http_app import build_app
 from sglang.srt.entrypoints.native_protocol import GENERATE_FIELDS
@@ -21,6 +21,7 @@ from sglang.srt.entrypoints.openai_protocol import CHAT_FIELDS, COMPLETION_FIELD
 from sglang.srt.entrypoints.openai_responses_request import RESPONSE_FIELDS
 from sglang.srt.entrypoints.openapi import described_routes
 from sglang.srt.entrypoints.parse_routes import CALL_TEXT_FIELDS, THOUGHT_TEXT_FIELDS
+from sglang.srt.entrypoints.profile_request import PROFILE_FIELDS
 from sglang.srt.entrypoints.server_state import load_server_tokenizer
 from sglang.srt.entrypoints.tokenization import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from sglang.srt.managers.channel import make_memory_channel

@@ -10,15 +10,12 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from sglang.srt.entrypoints.native_protocol import check_fields
+from sglang.srt.entrypoints.profile_request import flag, parse_profile
 from sglang.srt.entrypoints.responses import json_response, read_object
 from sglang.srt.entrypoints.server_state import ServerState
-from sglang.srt.managers.profiler import ProfileOptions
 from sglang.srt.managers.tokenizer_manager import TokenizerManager, first_refusal
 from sglang.srt.server_args import ServerArgs
 
-PROFILE_FIELDS = ("num_steps", "start_step", "activities", "with_stack", "record_shapes")
-_ACTIVITIES = ("CPU", "GPU")
-_MAX_STEPS = 1_000_000
 UPDATE_FIELDS = ("model_path", "draft_model_path", "load_format", "abort_all_requests")
 # fields of sglang that have no effect with these values
 _UPDATE_LATER: Mapping[str, tuple[Any, ...]] = {
@@ -52,7 +49,7 @@ def _add_requests(router: APIRouter, manager: TokenizerManager) -> None:
     @router.post("/abort_request")
     async def abort_request(request: Request) -> Response:
         body = await read_object(request)
-        rid, abort_all = body.get("rid"), _flag(body, "abort_all")
+        rid, abort_all = body.get("rid"), flag(body, "abort_all")
         if not abort_all and not (isinstance(rid, str) and rid):
             raise ValueError(f"rid must name a request, or abort_all must be true, got {rid!r:.200}")
         return json_response({"aborted": manager.abort_request(rid, abort_all=abort_all)})
@@ -100,28 +97,6 @@ def _add_profile(router: APIRouter, state: ServerState) -> None:
         return json_response(reply | {"output_files": [file, *others]} if others else reply)
 
 
-def parse_profile(body: Mapping[str, Any]) -> ProfileOptions:
-    """What ``/start_profile`` asks for; ``ValueError`` names the field."""
-    if body.get("output_dir") is not None:
-        raise ValueError(
-            "output_dir cannot be chosen by a request: traces go to the SGLANG_TORCH_PROFILER_DIR that the server was "
-            "started with"
-        )
-    check_fields(body, (*PROFILE_FIELDS, "output_dir"), {"profile_by_stage": (), "merge_profiles": ()})
-    activities = body.get("activities")
-    if activities is None:
-        activities = list(_ACTIVITIES)
-    if not isinstance(activities, list) or not activities or not all(name in _ACTIVITIES for name in activities):
-        raise ValueError(f"activities must be a list of {' and '.join(_ACTIVITIES)}, got {activities!r:.200}")
-    return ProfileOptions(
-        num_steps=_steps(body, "num_steps", 1),
-        start_step=_steps(body, "start_step", 0) or 0,
-        activities=tuple(activities),
-        with_stack=_flag(body, "with_stack"),
-        record_shapes=_flag(body, "record_shapes"),
-    )
-
-
 def _add_weights(router: APIRouter, state: ServerState) -> None:
     # where the server itself found its weights when it started
     started = state.args
@@ -137,7 +112,7 @@ def _add_weights(router: APIRouter, state: ServerState) -> None:
         draft = None
         if body.get("draft_model_path") is not None:
             draft = _checkpoint(body, "draft_model_path", started, None if draft_home is None else Path(draft_home))
-        update = await state.update_weights(target, draft, abort=_flag(body, "abort_all_requests"))
+        update = await state.update_weights(target, draft, abort=flag(body, "abort_all_requests"))
         reply = {"success": not update.message, "message": update.message or "Succeeded to update model weights."}
         return json_response(reply | {"num_paused_requests": update.num_paused}, 400 if update.message else 200)
 
@@ -155,17 +130,3 @@ def _checkpoint(body: Mapping[str, Any], name: str, started: ServerArgs, home: P
         f"{name} must be a checkpoint directory under --update-weights-dir, or the directory that the weights were "
         f"started from, got {value!r:.200}"
     )
-
-
-def _flag(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {value!r:.200}")
-    return bool(value)
-
-
-def _steps(body: Mapping[str, Any], name: str, low: int) -> int | None:
-    value = body.get(name)
-    if value is not None and (type(value) is not int or not low <= value <= _MAX_STEPS):
-        raise ValueError(f"{name} must be an integer from {low} to {_MAX_STEPS}, got {value!r:.200}")
-    return None if value is None else int(value)

@@ -14,8 +14,8 @@ from typing import Any, NoReturn, TypeVar
 
 from transformers import PreTrainedTokenizerFast
 
-from sglang.srt.entrypoints.admin_routes import parse_profile
 from sglang.srt.entrypoints.native_protocol import generate_events, generate_reply, parse_generate_request
+from sglang.srt.entrypoints.profile_request import parse_profile
 from sglang.srt.entrypoints.replicas import Schedulers, start_schedulers
 from sglang.srt.entrypoints.server_state import ServerState, load_server_tokenizer
 from sglang.srt.managers.channel import ManagerChannel, MemorySchedulerChannel, make_memory_channel

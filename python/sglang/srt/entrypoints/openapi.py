@@ -11,13 +11,14 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from sglang.srt.entrypoints import openapi_fields as types
-from sglang.srt.entrypoints.admin_routes import PROFILE_FIELDS, UPDATE_FIELDS
+from sglang.srt.entrypoints.admin_routes import UPDATE_FIELDS
 from sglang.srt.entrypoints.anthropic_request import MESSAGE_FIELDS
 from sglang.srt.entrypoints.native_protocol import GENERATE_FIELDS
 from sglang.srt.entrypoints.openai_protocol import CHAT_FIELDS, COMPLETION_FIELDS
 from sglang.srt.entrypoints.openai_responses_request import RESPONSE_FIELDS
 from sglang.srt.entrypoints.openapi_fields import Schema, body_of, either, list_of, object_of, one_or_list
 from sglang.srt.entrypoints.parse_routes import CALL_TEXT_FIELDS, THOUGHT_TEXT_FIELDS
+from sglang.srt.entrypoints.profile_request import PROFILE_FIELDS
 from sglang.srt.entrypoints.tokenization import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 
 _IDS = list_of(types.COUNT)
