@@ -174,6 +174,10 @@ def _add_models(app: FastAPI, ctx: Context) -> None:
     async def server_info() -> Response:
         return json_response(await ctx.state.info())
 
+    @app.get("/get_load")
+    async def get_load() -> Response:
+        return json_response(await ctx.state.loads())
+
 
 def _add_health(app: FastAPI, ctx: Context) -> None:
     @app.get("/ping")

@@ -34,11 +34,17 @@ GENERATE_FIELDS = (
 # fields that select what is not supported yet, and values of them that select nothing
 _LATER: Mapping[str, tuple[Any, ...]] = {
     "audio_data": (),
+    "background": (),
     "image_data": (),
     "input_embeds": (),
+    "log_metrics": (True,),
     "lora_path": (),
     "modalities": (),
+    "model": (),
+    "no_logs": (),
     "priority": (),
+    "return_bytes": (),
+    "return_entropy": (),
     "session_params": (),
     "video_data": (),
 }

@@ -48,6 +48,8 @@ _REFUSED: Mapping[str, str] = {
     "previous_response_id": "is not supported, since no response is kept: send the whole conversation as input",
     "prompt": "is not supported, since no prompts are kept: send its text as input",
 }
+# not of OpenAI, but routers send it
+_LATER: Mapping[str, tuple[Any, ...]] = {"priority": (0,)}
 _NAMES: Mapping[str, str] = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
@@ -68,7 +70,7 @@ def parse_response_request(body: Mapping[str, Any]) -> TranslatedRequest:
     for name, problem in _REFUSED.items():
         if not selects_nothing(body.get(name)):
             raise bad_field(name, problem)
-    check_fields({name: value for name, value in body.items() if name not in _REFUSED}, RESPONSE_FIELDS, {})
+    check_fields({name: value for name, value in body.items() if name not in _REFUSED}, RESPONSE_FIELDS, _LATER)
     conversation = _parse_input(body)
     chat = {name: body[name] for name in _SAME if name in body}
     chat |= {"messages": conversation.messages, "max_tokens": body.get("max_output_tokens")}

@@ -80,6 +80,18 @@ class ServerState:
         """Counts and load of each scheduler that lives; ``dp_rank`` tells which replica it is."""
         return [{"dp_rank": reply.replica, **reply.data} for reply in await self._manager.control("server_info")]
 
+    async def loads(self) -> list[dict[str, int]]:
+        """What each scheduler that lives has before it, for whoever spreads requests over servers."""
+        return [
+            {
+                "dp_rank": state["dp_rank"],
+                "num_reqs": state["num_running_reqs"] + state["num_queue_reqs"],
+                "num_waiting_reqs": state["num_queue_reqs"],
+                "num_tokens": state["kv_cache"]["owned"] + state["kv_cache"]["protected"] + state["num_queue_tokens"],
+            }
+            for state in await self.internal_states()
+        ]
+
     async def set_internal_state(self, changes: Mapping[str, Any]) -> None:
         """Change arguments of ``SETTABLE``. ``ValueError`` for another name, or a value that its flag does not take."""
         for name in changes:

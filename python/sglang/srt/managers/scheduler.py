@@ -445,6 +445,7 @@ class Scheduler:
             **self.metrics.to_dict(),
             "num_running_reqs": load.num_running,
             "num_queue_reqs": load.num_queued,
+            "num_queue_tokens": sum(req.prompt_len for req in (*self.waiting, *self.grammars.reqs)),
             "token_usage": load.token_usage,
             "kv_cache": asdict(self.kv_manager.stats()),
             "worker": self.facts,
