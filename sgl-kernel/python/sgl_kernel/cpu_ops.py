@@ -33,6 +33,7 @@ _SIGNATURES = {
     "sgl_rmsnorm_add_rmsnorm": [_POINTER] * 6 + [_LONG] * 2 + [_FLOAT],
     "sgl_softcap": [_POINTER, _LONG, _FLOAT],
     "sgl_attention": [_POINTER] * 11 + [_LONG] * 8,
+    "sgl_decoder_layers": [_POINTER, _LONG, _POINTER, _LONG, _FLOAT],
 }
 
 

@@ -47,6 +47,11 @@ class Linear:
         if self._packed is not None:
             self._weight = None
 
+    @property
+    def whole_panels(self) -> PackedWeight | None:
+        """The weight for a compiled operator; None where it is not in panels, or its product is not all there is."""
+        return self._packed if self._packed is not None and self._packed.panels is not None else None
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [T, in] -> [T, out]."""
         if self._packed is not None:
@@ -87,6 +92,10 @@ class RowParallelLinear(Linear):
     ) -> None:
         super().__init__(in_features, (out_features,), dtype, device, row_invariant=row_invariant)
         self._group = group
+
+    @property
+    def whole_panels(self) -> PackedWeight | None:
+        return super().whole_panels if self._group.size == 1 else None
 
     def parts(self, x: torch.Tensor) -> torch.Tensor:
         return self._group.sum(self.parts_here(x))

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from sgl_kernel.decoder_layers import PagedRows
 from sglang.srt.mem_cache.kv_pool import KVCache, KVReader, LayerKV
 
 
@@ -94,6 +95,10 @@ class AttnPlan(Protocol):
 
     def attend(self, q: torch.Tensor, kv: LayerKV) -> torch.Tensor:
         """``q`` [T, H, D] -> [T, H, D]; scale is exactly 1."""
+        ...
+
+    def few_rows(self) -> PagedRows | None:
+        """The geometry for an operator that attends by itself, as some do over few rows; None where none may."""
         ...
 
 

@@ -76,6 +76,9 @@ class _JoinedPlan:
     def attend(self, q: torch.Tensor, kv: LayerKV) -> torch.Tensor:
         return torch.cat((self.first.attend(q[: self.num_rows], kv), self.second.attend(q[self.num_rows :], kv)))
 
+    def few_rows(self) -> None:
+        """Two geometries are not one."""
+
 
 def _joined(first: ForwardBatch, second: ForwardBatch, tail: TailBatch | None) -> ForwardBatch:
     num_rows = first.input_ids.shape[0]

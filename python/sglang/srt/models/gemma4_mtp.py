@@ -19,7 +19,8 @@ from sglang.srt.layers.radix_attention import HeadGatheringAttention, RadixAtten
 from sglang.srt.layers.vocab_embedding import ScaledEmbedding
 from sglang.srt.mem_cache.kv_pool import KVReader
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.models.gemma4_causal import Build, DecoderStack, WeightSlots
+from sglang.srt.models.gemma4_causal import DecoderStack
+from sglang.srt.models.gemma4_layers import Build, WeightSlots
 from sglang.srt.models.interfaces import WeightPlan
 from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPContext
 
@@ -215,9 +216,12 @@ class Gemma4AssistantForCausalLM:
         x = self.pre_projection.parts(self._embed.beside(fb.input_ids, hidden_states))
         rope = self.stack.rope_tables(fb.positions)
         stream = self.stack.start(x)
-        for i, layer in enumerate(self.stack.layers):
-            stream = layer(stream, None, rope, fb, self.stack.following(i))
-        return stream.normed, self.post_projection(stream.normed)
+        normed = self.stack.run_few(stream, None, rope, fb)
+        if normed is None:
+            for i, layer in enumerate(self.stack.layers):
+                stream = layer(stream, None, rope, fb, self.stack.following(i))
+            normed = stream.normed
+        return normed, self.post_projection(normed)
 
     def draft_argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` [B, D] from ``forward`` -> drafted token ids [B] int64."""

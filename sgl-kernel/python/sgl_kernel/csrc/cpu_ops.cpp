@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 typedef float v16 __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t bf16;
@@ -260,4 +261,81 @@ extern "C" void sgl_rmsnorm_add_rmsnorm(const float* x, const float* w, const fl
                                         float* sum, float* y, long rows, long d, float eps) {
   sgl_rmsnorm(x, w, residual, sum, rows, d, eps);
   sgl_rmsnorm(sum, next_w, nullptr, y, rows, d, eps);
+}
+
+// A weight in panels: float32, or bfloat16 where `narrow`. Null where a layer has none.
+struct Weight {
+  const void* panels;
+  long n, k, narrow;
+};
+
+static void product(const float* x, const Weight& w, float* y, long t) {
+  if (w.narrow)
+    linear(x, static_cast<const bf16*>(w.panels), y, t, w.n, w.k);
+  else
+    linear(x, static_cast<const float*>(w.panels), y, t, w.n, w.k);
+}
+
+// What a layer is; `scale` is its scalar, `next_norm` the norm that comes after it. A layer that does not own KV has
+// `values` 0. `rope`: which of the step's tables it takes.
+struct Layer {
+  Weight qkv, o, gate_up, down, ple_gate, ple_projection;
+  const float *head_weights, *post_attention_norm, *pre_mlp_norm, *post_mlp_norm, *post_ple_norm, *next_norm, *scale;
+  float *key, *value;
+  long heads, heads_in, rotated, values, kv_heads, d, window, rope;
+};
+
+// What a step brings. x, normed [rows, hidden]: the residual stream, and the same through the first norm; both are changed
+// to what the last layer leaves. ple [layers, rows, width], layers and rows `ple_layer` and `ple_row` apart; cos, sin: a
+// pair for each kind of layer; locs [rows]: slots.
+struct Step {
+  float *x, *normed;
+  const float *ple, *cos[2], *sin[2];
+  const long *locs, *req_rows, *lens, *positions;
+  const int* req_to_token;
+  const unsigned char* tree;
+  float *scratch, *attention_scratch;
+  int* seen;
+  long ple_layer, ple_row, rows, batch, hidden, row_len;
+};
+
+// All layers over a few rows. scratch: rows * (2 * widest product + 2 * hidden) floats; the others as in sgl_attention.
+extern "C" void sgl_decoder_layers(const Layer* layers, long count, const Step* step, long widest, float eps) {
+  const Step& s = *step;
+  long t = s.rows, hidden = s.hidden;
+  float *wide = s.scratch, *act = wide + t * widest, *out = act + t * widest, *sum = out + t * hidden;
+  for (long i = 0; i < count; i++) {
+    const Layer& l = layers[i];
+    long kv_width = l.kv_heads * l.d, queries = l.heads * l.d, stride = l.rotated * l.d;
+    product(s.normed, l.qkv, wide, t);
+    float* values = act + t * stride;
+    sgl_head_norm_rope(wide, l.head_weights, s.cos[l.rope], s.sin[l.rope], act, values, t, l.heads_in, l.rotated,
+                       l.heads_in - l.values, l.values, l.d, eps);
+    for (long r = 0; l.values && r < t; r++) {
+      std::memcpy(l.key + s.locs[r] * kv_width, act + r * stride + queries, kv_width * sizeof(float));
+      std::memcpy(l.value + s.locs[r] * kv_width, values + r * kv_width, kv_width * sizeof(float));
+    }
+    sgl_attention(act, l.key, l.value, s.req_to_token, s.req_rows, s.lens, s.positions, s.tree, wide,
+                  s.attention_scratch, s.seen, s.batch, t / s.batch, l.heads, l.kv_heads, l.d, stride, s.row_len,
+                  l.window);
+    product(wide, l.o, out, t);
+    sgl_rmsnorm_add_rmsnorm(out, l.post_attention_norm, s.x, l.pre_mlp_norm, sum, s.normed, t, hidden, eps);
+    product(s.normed, l.gate_up, wide, t);
+    long width = l.gate_up.n / 2;
+    sgl_gelu_mul(wide, wide + width, act, t, width, 2 * width, 2 * width);
+    product(act, l.down, out, t);
+    const float* norm = l.post_mlp_norm;
+    if (l.ple_gate.panels) {
+      long part = l.ple_gate.n;
+      sgl_rmsnorm(out, norm, sum, s.x, t, hidden, eps);
+      product(s.x, l.ple_gate, wide, t);
+      sgl_gelu_mul(wide, s.ple + i * s.ple_layer, act, t, part, part, s.ple_row);
+      product(act, l.ple_projection, out, t);
+      std::memcpy(sum, s.x, t * hidden * sizeof(float));
+      norm = l.post_ple_norm;
+    }
+    sgl_rmsnorm(out, norm, sum, s.x, t, hidden, eps);
+    for (long j = 0; j < t * hidden; j++) s.x[j] *= *l.scale;
+    sgl_rmsnorm(s.x, l.next_norm, nullptr, s.normed, t, hidden, eps);
+  }
 }

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from sgl_kernel.attention_decode import MAX_ROWS, attend_paged, can_attend_paged
+from sgl_kernel.decoder_layers import PagedRows
 from sglang.srt.mem_cache.kv_pool import LayerKV
 from sglang.srt.model_executor.forward_batch_info import AttnGeometry, HostLens
 
@@ -117,6 +118,19 @@ class TorchNativePlan:
             assert group.rows is not None
             out[group.rows] = self._attend_group(index, q[group.rows], kv)
         return out
+
+    def few_rows(self) -> PagedRows | None:
+        group = self._groups[0]
+        if not self._compiled or len(self._groups) > 1 or group.q_len > MAX_ROWS:
+            return None
+        return PagedRows(
+            self._req_to_token,
+            group.req_rows,
+            group.kv_lens_device,
+            group.positions,
+            max(group.kv_lens),
+            group.tree_mask,
+        )
 
     def _attend_group(self, index: int, q: torch.Tensor, kv: LayerKV) -> torch.Tensor:
         group = self._groups[index]

@@ -59,3 +59,6 @@ class TritonAttnPlan:
             planned = self._work[kind] = plan_paged_attention(self._rows, kind)
             return paged_attention(q, kv.key, kv.value, self._rows, kind, planned)
         return paged_attention(q, kv.key, kv.value, self._rows, kind, work, planned_just_now=False)
+
+    def few_rows(self) -> None:
+        """Operators on a GPU attend by this plan."""

@@ -1,0 +1,51 @@
+"""All layers in one compiled call give what they give one by one, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import sglang
+from sgl_kernel.cpu_ops import cpu_ops
+from sgl_kernel.decoder_layers import DecoderLayers
+from sglang.srt.models import gemma4_causal
+
+PROMPTS = ["Count from 3 to 20.", "Tell me a story about a fox.", "What is 17 + 25?"]
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chain": {"speculative_algorithm": "FROZEN_KV_MTP"},
+    "tree, pages": {
+        "speculative_algorithm": "FROZEN_KV_MTP",
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 2,
+        "speculative_num_draft_tokens": 8,
+        "page_size": 16,
+    },
+}
+
+
+def answers(options: dict[str, Any]) -> list[Any]:
+    texts = [f"<bos><|turn>user\n{prompt}<turn|>\n<|turn>model\n" for prompt in PROMPTS]
+    params = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
+    with sglang.Engine(model_path="tiny-gemma4", device="cpu", dtype="float32", log_level="error", **options) as engine:
+        replies = engine.generate(texts, params, return_logprob=True)
+    return [(reply["output_ids"], reply["meta_info"]["output_token_logprobs"]) for reply in replies]
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_one_call_or_many(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    if cpu_ops() is None:
+        pytest.skip("there is no C++ compiler here")
+    made: list[DecoderLayers | None] = []
+    fuse = gemma4_causal.fuse_layers
+
+    def watched(*args: Any) -> DecoderLayers | None:
+        made.append(fuse(*args))
+        return made[-1]
+
+    monkeypatch.setattr(gemma4_causal, "fuse_layers", watched)
+    fused = answers(options)
+    assert len(made) == (1 if options.get("speculative_algorithm") is None else 2) and None not in made
+    monkeypatch.setattr(gemma4_causal, "fuse_layers", lambda *_: None)
+    assert answers(options) == fused
