@@ -27,6 +27,7 @@ _SIGNATURES = {
     "sgl_linear_bf16": [_POINTER] * 3 + [_LONG] * 3,
     "sgl_rmsnorm": [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT],
     "sgl_head_norm_rope": [_POINTER] * 6 + [_LONG] * 6 + [_FLOAT],
+    "sgl_rope_tables": [_POINTER] * 4 + [_LONG] * 2,
     "sgl_gelu_mul": [_POINTER] * 3 + [_LONG] * 4,
     "sgl_linear_groups": [_POINTER] * 4 + [_LONG] * 4,
     "sgl_linear_groups_bf16": [_POINTER] * 4 + [_LONG] * 4,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sgl_kernel.cpu_ops import usable
 from sgl_kernel.launch import triton_kernels
 
 
@@ -17,7 +18,13 @@ def rope_tables(
     """
     if positions.is_cuda:
         return triton_kernels("head_norm_rope").rope_tables(positions, inv_freq, dtype)
-    return rope_tables_torch(positions, inv_freq, dtype)
+    ops = usable(inv_freq) if dtype is torch.float32 and positions.is_contiguous() else None
+    if ops is None:
+        return rope_tables_torch(positions, inv_freq, dtype)
+    rows, half = len(positions), len(inv_freq)
+    cos, sin = torch.empty((rows, 1, 2 * half)), torch.empty((rows, 1, 2 * half))
+    ops.sgl_rope_tables(positions.data_ptr(), inv_freq.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, half)
+    return cos, sin
 
 
 def rope_tables_torch(

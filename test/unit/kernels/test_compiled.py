@@ -11,7 +11,7 @@ from sgl_kernel.cpu_ops import cpu_ops
 from sgl_kernel.head_norm_rope import head_norm_rope, head_norm_rope_torch
 from sgl_kernel.norm import rmsnorm, rmsnorm_add, rmsnorm_add_rmsnorm, rmsnorm_torch
 from sgl_kernel.packed_linear import PackedWeight, pack_weight, packed_linear, packed_linear_groups
-from sgl_kernel.rope import rope_tables
+from sgl_kernel.rope import rope_tables, rope_tables_torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.kv_pool import LayerKV
 from sglang.srt.model_executor.forward_batch_info import AttnGeometry, HostLens
@@ -68,6 +68,20 @@ def test_head_norm_rope(num_in: int, rotated: int, values: int, width: int) -> N
     expected = head_norm_rope_torch(heads, weights, cos, sin, values, 1e-6)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("half", [8, 20, 64])
+def test_rope_tables(half: int) -> None:
+    positions = torch.cat([torch.arange(5), torch.tensor([513, 8191, 131_071])])
+    inv_freq = 1.0 / 10_000.0 ** (torch.arange(half) / half)
+    got, expected = (
+        rope_tables(positions, inv_freq, torch.float32),
+        rope_tables_torch(positions, inv_freq, torch.float32),
+    )
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
+    for row in range(len(positions)):
+        alone = rope_tables(positions[row : row + 1], inv_freq, torch.float32)
+        assert all(torch.equal(one[0], many[row]) for one, many in zip(alone, got, strict=True))
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])

@@ -144,6 +144,23 @@ extern "C" void sgl_head_norm_rope(const float* x, const float* w, const float* 
   }
 }
 
+// cos and signed sin [rows, 2 * half] of positions * inv_freq; the first half of the sine is negated.
+extern "C" void sgl_rope_tables(const long* positions, const float* inv_freq, float* cos, float* sin, long rows,
+                                long half) {
+  for (long r = 0; r < rows; r++, cos += 2 * half, sin += 2 * half) {
+    float position = static_cast<float>(positions[r]);
+    for (long i = 0; i < half; i++) {
+      float angle = position * inv_freq[i];
+      cos[i] = std::cos(angle);
+      sin[i + half] = std::sin(angle);
+    }
+    for (long i = 0; i < half; i++) {
+      cos[i + half] = cos[i];
+      sin[i] = -sin[i + half];
+    }
+  }
+}
+
 static inline float gelu_tanh(float x) {
   // 0.5 * (1 + tanh(z)) is the logistic function of 2 z, which loses nothing to cancellation
   float z = -1.5957691216057308f * (x + 0.044715f * x * x * x);
