@@ -35,6 +35,7 @@ _SIGNATURES = {
     "sgl_softcap": [_POINTER, _LONG, _FLOAT],
     "sgl_attention": [_POINTER] * 11 + [_LONG] * 8,
     "sgl_decoder_layers": [_POINTER, _LONG, _POINTER, _LONG, _FLOAT],
+    "sgl_draft_chain": [_POINTER, _LONG, _POINTER, _LONG, _FLOAT] + [_POINTER] * 3 + [_LONG] + [_POINTER] * 3,
 }
 
 

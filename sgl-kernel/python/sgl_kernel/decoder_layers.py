@@ -65,10 +65,10 @@ class DecoderLayers:
         assert ops is not None
         self._run = ops.sgl_decoder_layers
         self._layers = tuple(layers)
-        self._hidden_size, self._eps = hidden_size, eps
+        self.hidden_size, self.eps = hidden_size, eps
         described = [_describe(layer) for layer in layers]
-        self._described = (_Layer * len(described))(*described)
-        self._widest = max(_widest(layer) for layer in described)
+        self.described = (_Layer * len(described))(*described)
+        self.widest = max(_widest(layer) for layer in described)
 
     def __call__(
         self,
@@ -84,27 +84,46 @@ class DecoderLayers:
         ``rope``: cos and signed sin [T, 1, d] of each kind of layer, at most two; ``out_cache_loc`` [T] int64 for
         layers that own KV.
         """
+        assert x.is_contiguous() and normed.is_contiguous(), f"{x.shape=} {normed.shape=}"
+        step = StepArguments(x, normed, ple, rope, out_cache_loc, rows, self.widest)
+        self._run(self.described, len(self.described), step.address, self.widest, self.eps)
+        return normed
+
+
+class StepArguments:
+    """What a step brings, as the operators take it; holds the memory that it points to."""
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        normed: torch.Tensor,
+        ple: torch.Tensor | None,
+        rope: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        out_cache_loc: torch.Tensor | None,
+        rows: PagedRows,
+        widest: int,
+    ) -> None:
+        """Tensors as in ``DecoderLayers``."""
         num_rows, hidden = x.shape
-        assert hidden == self._hidden_size and x.is_contiguous() and normed.is_contiguous(), f"{x.shape=}"
+        tree = rows.tree_mask
         assert ple is None or ple.stride(2) == 1
         ple_strides = (0, 0) if ple is None else ple.stride()[:2]
-        scratch = torch.empty(2 * num_rows * (self._widest + hidden))
-        tree = rows.tree_mask
+        scratch = torch.empty(2 * num_rows * (widest + hidden))
         attention_scratch = torch.empty(4 * rows.max_kv_len)
         seen = torch.empty(0 if tree is None else rows.max_kv_len, dtype=torch.int32)
+        self._held = (x, normed, ple, rope, out_cache_loc, rows, scratch, attention_scratch, seen)
         (cos, sin), (other_cos, other_sin) = rope[0], rope[-1]
-        step = _Step(
+        self._step = _Step(
             x.data_ptr(), normed.data_ptr(), _address(ple), (cos.data_ptr(), other_cos.data_ptr()),
             (sin.data_ptr(), other_sin.data_ptr()), _address(out_cache_loc), rows.req_rows.data_ptr(),
             rows.kv_lens.data_ptr(), rows.positions.data_ptr(), rows.req_to_token.data_ptr(), _address(tree),
             scratch.data_ptr(), attention_scratch.data_ptr(), seen.data_ptr(), *ple_strides, num_rows,
             len(rows.req_rows), hidden, rows.req_to_token.stride(0),
         )  # fmt: skip
-        self._run(self._described, len(self._described), ctypes.byref(step), self._widest, self._eps)
-        return normed
+        self.address = ctypes.byref(self._step)
 
 
-class _Weight(ctypes.Structure):
+class WeightArgument(ctypes.Structure):
     _fields_ = [("panels", _POINTER), ("n", _LONG), ("k", _LONG), ("narrow", _LONG)]
 
 
@@ -123,7 +142,7 @@ _NUMBERS = ("heads", "heads_in", "rotated", "values", "kv_heads", "d", "window",
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *((name, _Weight) for name in _WEIGHTS),
+        *((name, WeightArgument) for name in _WEIGHTS),
         *((name, _POINTER) for name in (*_VECTORS, "key", "value")),
         *((name, _LONG) for name in _NUMBERS),
     ]
@@ -147,7 +166,7 @@ def _describe(layer: LayerWeights) -> _Layer:
     queries = rotated - (kv_heads if layer.owns_kv else 0)
     gate, projection = layer.ple or (None, None)
     weights = (layer.qkv, layer.o, layer.gate_up, layer.down, gate, projection)
-    described = _Layer(*(_weight(weight) for weight in weights))
+    described = _Layer(*(weight_argument(weight) for weight in weights))
     for name in (*_VECTORS, "key", "value"):
         setattr(described, name, _address(getattr(layer, name)))
     described.heads, described.heads_in, described.rotated = queries, layer.qkv.num_rows // width, rotated
@@ -156,12 +175,12 @@ def _describe(layer: LayerWeights) -> _Layer:
     return described
 
 
-def _weight(weight: PackedWeight | None) -> _Weight:
+def weight_argument(weight: PackedWeight | None) -> WeightArgument:
     if weight is None:
-        return _Weight()
+        return WeightArgument()
     assert weight.panels is not None
     panels = weight.panels
-    return _Weight(panels.data_ptr(), weight.num_rows, panels.shape[1], panels.dtype is torch.bfloat16)
+    return WeightArgument(panels.data_ptr(), weight.num_rows, panels.shape[1], panels.dtype is torch.bfloat16)
 
 
 def _widest(layer: _Layer) -> int:

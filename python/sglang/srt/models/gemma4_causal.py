@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 import torch
 
-from sgl_kernel.decoder_layers import DecoderLayers
+from sgl_kernel.decoder_layers import DecoderLayers, PagedRows
 from sgl_kernel.embedding import per_layer_inputs
 from sgl_kernel.norm import sum_norm
 from sglang.srt.configs.model_config import FULL, SLIDING, ModelConfig
@@ -49,21 +49,26 @@ class DecoderStack:
         norm = self.layers[0].input_norm
         return Stream(*sum_norm(x, norm.weight, norm.eps))
 
-    def run_few(
-        self, stream: Stream, ple: torch.Tensor | None, rope: RopeTables, fb: ForwardBatch
-    ) -> torch.Tensor | None:
-        """All layers in one compiled call: the normed output [T, D], with ``stream`` used up; None where a layer or
-        ``fb`` does not allow it."""
+    def fused(self, fb: ForwardBatch) -> tuple[DecoderLayers, PagedRows] | None:
+        """All layers as one compiled call, and where its rows stand; None where a layer or ``fb`` does not allow it."""
         rows = None if fb.tail is not None else fb.attn.few_rows()
         if rows is None:
             return None
         if self._fused is None or self._fused[0] is not fb.token_to_kv_pool:
             following = [self.following(i) for i in range(len(self.layers))]
-            fused = fuse_layers(self.layers, following, list(self.rotary), fb.token_to_kv_pool)
-            self._fused = fb.token_to_kv_pool, fused
+            layers = fuse_layers(self.layers, following, list(self.rotary), fb.token_to_kv_pool)
+            self._fused = fb.token_to_kv_pool, layers
         layers = self._fused[1]
-        if layers is None:
+        return None if layers is None else (layers, rows)
+
+    def run_few(
+        self, stream: Stream, ple: torch.Tensor | None, rope: RopeTables, fb: ForwardBatch
+    ) -> torch.Tensor | None:
+        """The normed output [T, D] of ``fused`` layers, with ``stream`` used up; None where there are none."""
+        fused = self.fused(fb)
+        if fused is None:
             return None
+        layers, rows = fused
         return layers(stream.x, stream.normed, ple, list(rope.values()), fb.out_cache_loc, rows)
 
     def following(self, layer_id: int) -> RMSNorm:

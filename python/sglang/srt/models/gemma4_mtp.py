@@ -10,6 +10,8 @@ from collections.abc import Collection
 import torch
 
 from sgl_kernel.centroid_head import centroid_argmax, centroid_candidates
+from sgl_kernel.decoder_layers import DecoderLayers
+from sgl_kernel.draft_chain import AssistantWeights, DraftChain
 from sgl_kernel.packed_linear import PackedWeight, has_panels, pack_weight
 from sglang.srt.configs.model_config import KVLayout, ModelConfig
 from sglang.srt.distributed.parallel_state import TpGroup
@@ -133,6 +135,15 @@ class CentroidHead:
         scores, clusters = centroid_candidates(hidden, self.centroids, self.clustered, self.top_k, self._packed)
         return scores, self.token_ordering.view(len(self.clustered), -1)[clusters].flatten(1)
 
+    def packed(self) -> tuple[PackedWeight, PackedWeight] | None:
+        """Centroids and clustered rows for a compiled operator, which reads whole panels of either."""
+        per_cluster = self.clustered.shape[1]
+        if self._packed is None or per_cluster % 32 or not has_panels(self.centroids):
+            return None
+        centroids = pack_weight(self.centroids)
+        assert centroids is not None
+        return centroids, self._packed
+
     def weight_slots(self) -> WeightSlots:
         return {
             "model.embed_tokens.weight": self.weight,
@@ -180,6 +191,7 @@ class Gemma4AssistantForCausalLM:
             self.head = CentroidHead(build, assistant.num_centroids, assistant.centroid_top_k)
         else:
             self.head = PlainHead(build, self._group)
+        self._chain: tuple[DecoderLayers, DraftChain | None] | None = None
         self._context: FrozenKVMTPContext | None = None
         self._embed: ScaledEmbedding | None = None
 
@@ -222,6 +234,44 @@ class Gemma4AssistantForCausalLM:
                 stream = layer(stream, None, rope, fb, self.stack.following(i))
             normed = stream.normed
         return normed, self.post_projection(normed)
+
+    def draft_chain(self, fb: ForwardBatch, hidden_states: torch.Tensor, num_steps: int) -> torch.Tensor | None:
+        """``num_steps`` times ``forward`` and ``draft_argmax`` in one compiled call, [B, num_steps + 1] int64 with
+        ``fb.input_ids`` first; None where there is none for this assistant or ``fb``."""
+        fused = self.stack.fused(fb)
+        if fused is None:
+            return None
+        layers, rows = fused
+        if self._chain is None or self._chain[0] is not layers:
+            self._chain = layers, self._make_chain(layers)
+        chain = self._chain[1]
+        return None if chain is None else chain(fb.input_ids, hidden_states, num_steps, rows)
+
+    def _make_chain(self, layers: DecoderLayers) -> DraftChain | None:
+        assert self._embed is not None
+        if not isinstance(self.head, CentroidHead):
+            return None
+        before, behind, clusters = (
+            self.pre_projection.whole_panels,
+            self.post_projection.whole_panels,
+            self.head.packed(),
+        )
+        if before is None or behind is None or clusters is None:
+            return None
+        centroids, head = clusters
+        weights = AssistantWeights(
+            embed=self._embed.weight,
+            embed_scale=self._embed.scale,
+            pre_projection=before,
+            first_norm=self.stack.layers[0].input_norm.weight,
+            inv_freq=[rotary.inv_freq for rotary in self.stack.rotary.values()],
+            post_projection=behind,
+            centroids=centroids,
+            head=head,
+            ordering=self.head.token_ordering.view(len(self.head.centroids), -1),
+            top_k=self.head.top_k,
+        )
+        return DraftChain(layers, weights)
 
     def draft_argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` [B, D] from ``forward`` -> drafted token ids [B] int64."""

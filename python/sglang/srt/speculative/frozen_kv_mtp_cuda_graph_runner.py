@@ -87,6 +87,10 @@ class FrozenKVMTPDraftProgram:
         token, hidden = rows.bonus_tokens, out.hidden_states
         fb = self._prefix.forward_batch(self._prefix.geometry(rows, step), token)
         grammars = None if step.batch is None else GrammarDrafts.of(step.batch.reqs)
+        whole = self.whole_chain(fb, hidden, step.width - 1) if grammars is None else None
+        if whole is not None:
+            out.draft_tokens.copy_(whole)
+            return
         chain = [token]
         for index in range(step.width - 1):
             state, hidden = self.model.forward(with_tokens(fb, token), hidden)
@@ -97,6 +101,11 @@ class FrozenKVMTPDraftProgram:
         if grammars is not None:
             grammars.close()
         torch.stack(chain, dim=1, out=out.draft_tokens)
+
+    def whole_chain(self, fb: ForwardBatch, hidden: torch.Tensor, num_steps: int) -> torch.Tensor | None:
+        """All drafts at once, [B, num_steps + 1] int64 with ``fb.input_ids`` first, where the assistant can."""
+        chain: torch.Tensor | None = self.model.draft_chain(fb, hidden, num_steps)
+        return chain
 
     def pick(
         self,

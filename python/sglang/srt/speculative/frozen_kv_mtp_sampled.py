@@ -20,6 +20,7 @@ from sglang.srt.layers.sampler import sample_tokens
 from sglang.srt.model_executor.cuda_graph_runner import Step, StepKind
 from sglang.srt.model_executor.decode_programs import WIDTH, Sampler, TargetVerifyProgram, sampling_info
 from sglang.srt.model_executor.decode_rows import DecodeRows
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.input_buffers import ROWS, buffer
 from sglang.srt.model_executor.pool_configurator import KVMemory
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -40,6 +41,9 @@ class FrozenKVMTPSampledDraftProgram(FrozenKVMTPDraftProgram):
     """The draft loop, with drafts drawn."""
 
     samples = True
+
+    def whole_chain(self, fb: ForwardBatch, hidden: torch.Tensor, num_steps: int) -> None:
+        """A draft is drawn by its request's controls, one after the other."""
 
     def pick(
         self,

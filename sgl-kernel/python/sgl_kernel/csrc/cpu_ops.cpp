@@ -356,3 +356,67 @@ extern "C" void sgl_decoder_layers(const Layer* layers, long count, const Step* 
     sgl_rmsnorm(s.x, l.next_norm, nullptr, s.normed, t, hidden, eps);
   }
 }
+
+// The rest of an assistant: what is before and behind its layers. embed [vocab, backbone]; the head's tokens in clusters
+// of `per`, cluster c being rows c * per and on; ordering names the token of each row.
+struct Assistant {
+  const float *embed, *first_norm, *inv_freq[2];
+  Weight pre, post, centroids, head;
+  const long* ordering;
+  long backbone, half[2], per, top_k;
+  float embed_scale;
+};
+
+// Of `count` scores the `top` best, best first; of equal ones the earlier. Overwrites those it takes.
+static void take_best(float* scores, long count, long top, long* best) {
+  for (long i = 0; i < top; i++) {
+    long at = 0;
+    for (long j = 1; j < count; j++)
+      if (scores[j] > scores[at]) at = j;
+    best[i] = at;
+    scores[at] = -3.4e38f;
+  }
+}
+
+static long best_of_clusters(const float* x, const Assistant& a, float* scores, long* clusters) {
+  product(x, a.centroids, scores, 1);
+  take_best(scores, a.centroids.n, a.top_k, clusters);
+  long token = 0;
+  float best = -3.4e38f;
+  for (long i = 0; i < a.top_k; i++) {
+    Weight cluster = a.head;
+    cluster.n = a.per;
+    cluster.panels = static_cast<const char*>(a.head.panels) + clusters[i] * a.per * a.head.k * (a.head.narrow ? 2 : 4);
+    product(x, cluster, scores, 1);
+    for (long j = 0; j < a.per; j++)
+      if (scores[j] > best) best = scores[j], token = a.ordering[clusters[i] * a.per + j];
+  }
+  return token;
+}
+
+// A chain of `steps` drafts for each of `step->batch` requests, one row each: tokens [batch, steps + 1], whose first column
+// is there, and hidden [batch, backbone] at first. step->x, normed, cos and sin are room that this fills; beside holds
+// 2 * backbone floats a row, scores as many as there are centroids or tokens in a cluster, clusters top_k.
+extern "C" void sgl_draft_chain(const Layer* layers, long count, const Step* step, long widest, float eps,
+                                const Assistant* assistant, float* hidden, long* tokens, long steps, float* beside,
+                                float* scores, long* clusters) {
+  const Assistant& a = *assistant;
+  const Step& s = *step;
+  for (int kind = 0; kind < 2; kind++)
+    sgl_rope_tables(s.positions, a.inv_freq[kind], const_cast<float*>(s.cos[kind]), const_cast<float*>(s.sin[kind]),
+                    s.rows, a.half[kind]);
+  for (long i = 0; i < steps; i++) {
+    for (long r = 0; r < s.rows; r++) {
+      const float* embedding = a.embed + tokens[r * (steps + 1) + i] * a.backbone;
+      float* row = beside + r * 2 * a.backbone;
+      for (long j = 0; j < a.backbone; j++) row[j] = embedding[j] * a.embed_scale;
+      std::memcpy(row + a.backbone, hidden + r * a.backbone, a.backbone * sizeof(float));
+    }
+    product(beside, a.pre, s.x, s.rows);
+    sgl_rmsnorm(s.x, a.first_norm, nullptr, s.normed, s.rows, s.hidden, eps);
+    sgl_decoder_layers(layers, count, step, widest, eps);
+    product(s.normed, a.post, hidden, s.rows);
+    for (long r = 0; r < s.rows; r++)
+      tokens[r * (steps + 1) + i + 1] = best_of_clusters(s.normed + r * s.hidden, a, scores, clusters);
+  }
+}
