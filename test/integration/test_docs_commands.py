@@ -51,6 +51,7 @@ NOT_RUN = {
     "it is this test suite",
     "it rewrites files of the project",
     "it takes hours",
+    "needs Ray",
     "needs a GPU",
     "needs several machines",
     "needs the network",

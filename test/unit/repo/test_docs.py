@@ -54,7 +54,7 @@ def test_make_targets_in_documents_exist() -> None:
 def test_modules_in_documents_exist() -> None:
     wrong = []
     for page in pages():
-        for name in re.findall(r"python3? -m (sglang[\w.]*|sgl_kernel[\w.]*)", code(page)):
+        for name in re.findall(r"python3? -m ((?:sglang|sgl_kernel)\b[\w.]*)", code(page)):
             if name not in module_names():
                 wrong.append(f"{page.relative_to(ROOT)}: there is no module {name}")
     report(wrong)
