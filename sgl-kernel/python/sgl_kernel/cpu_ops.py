@@ -20,7 +20,9 @@ import torch
 
 logger = logging.getLogger(__name__)
 _SOURCE = Path(__file__).parent / "csrc" / "cpu_ops.cpp"
-_FLAGS = ("-O3", "-march=native", "-ffast-math", "-std=c++17", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-march=native", "-ffast-math", "-std=c++17", "-fPIC")
+# without -ffast-math, with which a library makes its whole process round denormals to zero
+_LINK_FLAGS = ("-shared",)
 _LONG, _FLOAT, _POINTER = ctypes.c_long, ctypes.c_float, ctypes.c_void_p
 _SIGNATURES = {
     "sgl_linear": [_POINTER] * 3 + [_LONG] * 3,
@@ -62,14 +64,14 @@ def _build(compiler: str) -> Path:
     processor = next(
         (line for line in _read(Path("/proc/cpuinfo")).splitlines() if line.startswith(("flags", "Features"))), ""
     )
-    key = "\n".join([_SOURCE.read_text(), *_FLAGS, compiler, platform.machine(), processor])
+    key = "\n".join([_SOURCE.read_text(), *_FLAGS, *_LINK_FLAGS, compiler, platform.machine(), processor])
     name = f"cpu_ops-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     target = _cache_folder() / name
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            fresh = Path(folder) / name
-            command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(fresh)]
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
+            compiled, fresh = Path(folder) / "cpu_ops.o", Path(folder) / name
+            for step in (*_FLAGS, "-c", _SOURCE, "-o", compiled), (*_LINK_FLAGS, compiled, "-o", fresh):
+                subprocess.run([compiler, *map(str, step)], check=True, capture_output=True, timeout=120)
             os.replace(fresh, target)  # atomic: another process may be building the same file
     return target
 

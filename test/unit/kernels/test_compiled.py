@@ -23,6 +23,11 @@ def need_compiler() -> None:
         pytest.skip("there is no C++ compiler here")
 
 
+def test_small_numbers_stay_what_they_are() -> None:
+    """Compiled with fast mathematics, yet the rest of the process keeps its denormals."""
+    assert (torch.full((64,), 2.0**-140) * 1.5 > 0).all()
+
+
 @pytest.mark.parametrize("rows", [*range(1, 17), 80, 301])
 @pytest.mark.parametrize("shape", [(32, 2), (64, 48), (2048, 256), (96, 1024)])
 @pytest.mark.parametrize("values", [torch.float32, torch.bfloat16])

@@ -39,8 +39,8 @@ def test_checkpoint_is_whole(trained_pair, part) -> None:
 
 
 def test_package_data_pattern_covers_every_file(trained_pair) -> None:
-    pattern = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if "models_data" in line)
-    pattern = pattern.split("[")[1].strip('"]')
+    (line,) = (line for line in (ROOT / "pyproject.toml").read_text().splitlines() if "models_data" in line)
+    (pattern,) = (pattern for pattern in line.split('"') if pattern.startswith("models_data"))
     package = ROOT / "python" / "sglang" / "srt"
     files = [p for p in (package / "models_data").rglob("*") if p.is_file()]
     assert files

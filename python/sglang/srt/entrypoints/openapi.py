@@ -138,6 +138,9 @@ _ROUTES: Mapping[str, _Route] = {
     "/pause_generation": _Route(body_of(("mode",)), may_be_empty=True, reply=_ABORTED),
     "/flush_cache": _Route(reply=_reply({"success": types.FLAG, "message": types.TEXT})),
     "/get_internal_state": _Route(reply=list_of(types.OBJECT)),
+    "/get_load": _Route(
+        reply=list_of(_reply(dict.fromkeys(("dp_rank", "num_reqs", "num_waiting_reqs", "num_tokens"), types.COUNT)))
+    ),
     "/set_internal_state": _Route(body_of(("server_args",), ("server_args",)), reply=list_of(types.FLAG)),
     "/start_profile": _Route(body_of(PROFILE_FIELDS), may_be_empty=True, reply=types.OBJECT),
     "/update_weights_from_disk": _Route(
