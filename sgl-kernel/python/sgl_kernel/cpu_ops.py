@@ -36,6 +36,8 @@ _SIGNATURES = {
     "sgl_rmsnorm_add_rmsnorm": [_POINTER] * 6 + [_LONG] * 2 + [_FLOAT],
     "sgl_softcap": [_POINTER, _LONG, _FLOAT],
     "sgl_attention": [_POINTER] * 11 + [_LONG] * 8,
+    "sgl_argmax": [_POINTER] * 3 + [_LONG] * 2,
+    "sgl_accept_chain": [_POINTER] * 10 + [_LONG] * 5,
     "sgl_decoder_layers": [_POINTER, _LONG, _POINTER, _LONG, _FLOAT],
     "sgl_draft_chain": [_POINTER, _LONG, _POINTER, _LONG, _FLOAT] + [_POINTER] * 3 + [_LONG] + [_POINTER] * 3,
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from sgl_kernel.cpu_ops import cpu_ops, usable
 from sgl_kernel.launch import triton_kernels
 from sgl_kernel.spec_tree import accept_and_gather_torch, accept_chain
 
@@ -64,6 +65,18 @@ def advance_rows(
             hidden, hidden_states,
         )  # fmt: skip
         return
+    rows_are_plain = draft_tokens.stride(1) == result.stride(1) == 1 and target_tokens.is_contiguous()
+    if hidden is not None and hidden_states is not None and rows_are_plain and usable(hidden, hidden_states):
+        ops = cpu_ops()
+        assert ops is not None
+        batch, num_rows = target_tokens.shape
+        ops.sgl_accept_chain(
+            draft_tokens.data_ptr(), target_tokens.data_ptr(), live.data_ptr(), _address(forced_accept_lens),
+            _address(max_drafts), committed_lens.data_ptr(), bonus_tokens.data_ptr(), result.data_ptr(),
+            hidden.data_ptr(), hidden_states.data_ptr(), batch, num_rows, hidden.shape[1], draft_tokens.stride(0),
+            result.stride(0),
+        )  # fmt: skip
+        return
     advance_rows_torch(
         draft_tokens, target_tokens, live, forced_accept_lens, max_drafts, committed_lens, bonus_tokens, result, hidden,
         hidden_states,
@@ -99,3 +112,8 @@ def advance_rows_torch(
     if hidden_states is not None:
         hidden_states.copy_(state)
     committed_lens.addcmul_(accept_lens, live)
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    assert tensor is None or tensor.is_contiguous()
+    return None if tensor is None else tensor.data_ptr()

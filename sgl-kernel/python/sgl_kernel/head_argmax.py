@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from sgl_kernel.activation import softcap_
+from sgl_kernel.cpu_ops import usable
 from sgl_kernel.launch import triton_kernels
 
 
@@ -24,6 +25,18 @@ def head_argmax(
     if hidden.is_cuda:
         return triton_kernels("head_argmax").head_argmax(hidden, weight, softcap)
     return head_argmax_torch(hidden, weight, softcap)
+
+
+def row_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``logits`` [T, V] -> the largest of each row [T], and the lowest index that has it [T] int64."""
+    ops = usable(logits)
+    if ops is None:
+        values, ids = logits.max(dim=-1)
+        return values, ids
+    rows, width = logits.shape
+    best, at = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+    ops.sgl_argmax(logits.data_ptr(), best.data_ptr(), at.data_ptr(), rows, width)
+    return best, at
 
 
 def head_argmax_torch(

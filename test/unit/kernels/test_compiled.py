@@ -8,6 +8,8 @@ import torch
 from sgl_kernel.activation import gelu_tanh_and_mul, gelu_tanh_and_mul_torch, gelu_tanh_mul, softcap_
 from sgl_kernel.centroid_head import centroid_candidates
 from sgl_kernel.cpu_ops import cpu_ops
+from sgl_kernel.decode_step import advance_rows, advance_rows_torch
+from sgl_kernel.head_argmax import row_argmax
 from sgl_kernel.head_norm_rope import head_norm_rope, head_norm_rope_torch
 from sgl_kernel.norm import rmsnorm, rmsnorm_add, rmsnorm_add_rmsnorm, rmsnorm_torch
 from sgl_kernel.packed_linear import PackedWeight, pack_weight, packed_linear, packed_linear_groups
@@ -147,3 +149,32 @@ def test_centroid_candidates_of_a_packed_head(batch: int) -> None:
     got = centroid_candidates(hidden, centroids, head, top_k, pack_weight(head.view(-1, width)))
     torch.testing.assert_close(got[0], expected[0], atol=1e-4, rtol=1e-4)
     assert torch.equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize(("batch", "num_rows"), [(1, 2), (3, 5), (7, 3)])
+def test_chains_are_accepted(batch: int, num_rows: int, limited: bool, forced: bool) -> None:
+    for seed in range(20):
+        random = torch.Generator().manual_seed(seed)
+        drafts, targets = torch.randint(0, 2, (2, batch, num_rows), generator=random)
+        live = torch.randint(0, 2, (batch,), generator=random)
+        lens = torch.randint(0, num_rows + 3, (batch,), generator=random) if forced else None
+        limits = torch.randint(0, num_rows, (batch,), generator=random) if limited else None
+        hidden = torch.randn(batch * num_rows, 16, generator=random)
+        left = []
+        for operator in advance_rows, advance_rows_torch:
+            committed, bonus = torch.arange(batch) + 10, torch.zeros(batch, dtype=torch.int64)
+            room = torch.zeros((batch, num_rows + 4), dtype=torch.int64)
+            states = torch.zeros(batch, 16)
+            result = room[:, : num_rows + 1]
+            operator(drafts, targets, live, lens, limits, committed, bonus, result, hidden, states)
+            left.append((committed, bonus, room, states))
+        assert all(torch.equal(*pair) for pair in zip(*left, strict=True))
+
+
+def test_argmax_of_equal_logits_is_the_lowest() -> None:
+    logits = torch.randn(5, 100).round()
+    values, ids = row_argmax(logits)
+    assert torch.equal(values, logits.amax(dim=1))
+    assert ids.tolist() == [row.tolist().index(max(row.tolist())) for row in logits]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from sgl_kernel.activation import softcap_
-from sgl_kernel.head_argmax import head_argmax
+from sgl_kernel.head_argmax import head_argmax, row_argmax
 from sgl_kernel.linear import MAX_SKINNY_ROWS, linear
 from sgl_kernel.packed_linear import PackedWeight, pack_weight, packed_linear
 from sglang.srt.distributed.parallel_state import TpGroup
@@ -37,7 +37,7 @@ class ParallelLMHead:
             ids, values, _ = head_argmax(x, self.weight, softcap)
         else:
             logits = self._part(x)
-            values, ids = (logits if softcap is None else softcap_(logits, softcap)).max(dim=-1)
+            values, ids = row_argmax(logits if softcap is None else softcap_(logits, softcap))
         if self._group.size == 1:
             return ids
         # in float64 both are exact, so that one exchange does

@@ -280,6 +280,37 @@ extern "C" void sgl_rmsnorm_add_rmsnorm(const float* x, const float* w, const fl
   sgl_rmsnorm(sum, next_w, nullptr, y, rows, d, eps);
 }
 
+// Of each row of x [rows, n] the largest element and the lowest index that has it.
+extern "C" void sgl_argmax(const float* x, float* values, long* ids, long rows, long n) {
+  for (long r = 0; r < rows; r++, x += n) {
+    float best = x[0];
+    for (long i = 1; i < n; i++) best = x[i] > best ? x[i] : best;
+    long at = 0;
+    while (x[at] != best && at < n - 1) at++;
+    values[r] = best;
+    ids[r] = at;
+  }
+}
+
+// Chains of n tokens that were verified, [batch, n], rows `draft_row` and n apart: how many tokens each gains, and what
+// that changes. forced, limits: null, or [batch], as in sgl_kernel.decode_step; result [batch, n + 1], `result_row` apart.
+extern "C" void sgl_accept_chain(const long* drafts, const long* targets, const long* live, const long* forced,
+                                 const long* limits, long* committed, long* bonus, long* result, const float* hidden,
+                                 float* states, long batch, long n, long width, long draft_row, long result_row) {
+  for (long b = 0; b < batch; b++, drafts += draft_row, targets += n, result += result_row, hidden += n * width) {
+    long length = 1;
+    while (length < n && drafts[length] == targets[length - 1]) length++;
+    if (forced) length = forced[b];
+    if (limits && length > limits[b] + 1) length = limits[b] + 1;
+    length = length < 1 ? 1 : (length > n ? n : length);
+    std::memcpy(result, targets, n * sizeof(long));
+    result[n] = length;
+    bonus[b] = targets[length - 1];
+    committed[b] += length * live[b];
+    std::memcpy(states + b * width, hidden + (length - 1) * width, width * sizeof(float));
+  }
+}
+
 // A weight in panels: float32, or bfloat16 where `narrow`. Null where a layer has none.
 struct Weight {
   const void* panels;
