@@ -13,22 +13,21 @@ import pytest
 
 from fixtures.server_process import ServerProcess, ready_server
 from fixtures.source_tree import ROOT
+from fixtures.tasks import ADD_TOOL, ASK_SUM, ASK_WEATHER, WEATHER_TOOL, Tool, tool
 
 
-def _tool(name: str, description: str, /, **properties: tuple[str, str]) -> dict[str, Any]:
-    schema = {key: {"type": kind, "description": text} for key, (kind, text) in properties.items()}
-    parameters = {"type": "object", "properties": schema, "required": list(properties)}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+def _tool(tool: Tool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": function}
 
 
-WEATHER = _tool("get_weather", "Get the weather in a city.", city=("string", "The city."))
-ADD = _tool("add", "Add two numbers.", a=("integer", "First number."), b=("integer", "Second number."))
+WEATHER, ADD = _tool(WEATHER_TOOL), _tool(ADD_TOOL)
 MESSAGE = _tool(
-    "send_message", "Send a message to a person.", name=("string", "Who gets it."), text=("string", "The message.")
+    tool(
+        "send_message", "Send a message to a person.", name=("string", "Who gets it."), text=("string", "The message.")
+    )
 )
 TOOLS = [WEATHER, ADD, MESSAGE]
-ASK_WEATHER = "What is the weather in Paris?"
-ASK_SUM = "Use the tool to add 1234 and 45."
 
 
 @pytest.fixture(scope="module")

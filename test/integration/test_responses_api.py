@@ -13,44 +13,31 @@ import pytest
 from pydantic import BaseModel
 
 from fixtures.server_process import ServerProcess, ready_server
+from fixtures.tasks import (
+    ADD_TOOL,
+    ASK_SUM,
+    ASK_WEATHER,
+    PERSON,
+    PERSON_SCHEMA,
+    SUM,
+    SUM_THOUGHT,
+    WEATHER_TOOL,
+    Tool,
+)
 from fixtures.waiting import wait_until
 
-WEATHER = {
-    "type": "function",
-    "name": "get_weather",
-    "description": "Get the weather in a city.",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "description": "The city."}},
-        "required": ["city"],
-    },
-    "strict": True,
-}
-ADD = {
-    "type": "function",
-    "name": "add",
-    "description": "Add two numbers.",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "a": {"type": "integer", "description": "First number."},
-            "b": {"type": "integer", "description": "Second number."},
-        },
-        "required": ["a", "b"],
-    },
-    "strict": True,
-}
-ASK_WEATHER = "What is the weather in Paris?"
-ASK_SUM = "Use the tool to add 1234 and 45."
-SUM = "What is 17 + 25?"
-SUM_THOUGHT = "Tens: 10 + 20 = 30. Ones: 7 + 5 = 12. 30 + 12 = 42."
-PERSON = "Write a JSON object with name Anna, age 24."
-PERSON_SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": True,
+    }
+
+
+WEATHER, ADD = _tool(WEATHER_TOOL), _tool(ADD_TOOL)
 
 
 class Person(BaseModel):

@@ -8,36 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fixtures.answers import ADD, PARIS, STOP, THOUGHT, output
 from sglang.srt.entrypoints.chat_output import AnswerFormat, ChatShape
 from sglang.srt.entrypoints.parsers.gemma4 import Gemma4Format
-from sglang.srt.managers.generate_output import GenerateOutput
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.sampling.thought_budget import ThoughtTokens
 
-Q = '<|"|>'
-PARIS = f"<|tool_call>call:get_weather{{city:{Q}Paris{Q}}}<tool_call|>"
-ADD = "<|tool_call>call:add{a:1,b:2}<tool_call|>"
-THOUGHT = "<|channel>thought\nOne, two.\n<channel|>"
-STOP = FinishReason("stop", matched=6)
 OPEN, CLOSE = 100, 101
 FORMAT = AnswerFormat(Gemma4Format(), reasoning=True, tools=True, thought_tokens=ThoughtTokens(OPEN, CLOSE, 2))
-
-
-def output(text: str, finish: FinishReason | None = None, index: int = 0, ids: tuple[int, ...] = ()) -> GenerateOutput:
-    return GenerateOutput(
-        index=index,
-        rid="r",
-        text=text,
-        output_ids=ids,
-        finish_reason=finish,
-        prompt_tokens=1,
-        completion_tokens=1,
-        cached_tokens=0,
-        spec=None,
-        e2e_latency_s=0.0,
-        ttft_s=0.0,
-        queue_time_s=0.0,
-    )
 
 
 def whole(text: str, answer_format: AnswerFormat = FORMAT, finish: FinishReason = STOP) -> dict[str, Any]:
