@@ -100,3 +100,8 @@ def usable(*tensors: torch.Tensor) -> ctypes.CDLL | None:
         if tensor.dtype is not torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():
             return None
     return cpu_ops()
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Where a tensor's elements begin, as an operator takes it; null for none."""
+    return None if tensor is None else tensor.data_ptr()

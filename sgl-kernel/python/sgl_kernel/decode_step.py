@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kernel.cpu_ops import cpu_ops, usable
+from sgl_kernel.cpu_ops import address, cpu_ops, usable
 from sgl_kernel.launch import triton_kernels
 from sgl_kernel.spec_tree import accept_and_gather_torch, accept_chain
 
@@ -69,10 +69,11 @@ def advance_rows(
     if hidden is not None and hidden_states is not None and rows_are_plain and usable(hidden, hidden_states):
         ops = cpu_ops()
         assert ops is not None
+        assert all(given is None or given.is_contiguous() for given in (forced_accept_lens, max_drafts))
         batch, num_rows = target_tokens.shape
         ops.sgl_accept_chain(
-            draft_tokens.data_ptr(), target_tokens.data_ptr(), live.data_ptr(), _address(forced_accept_lens),
-            _address(max_drafts), committed_lens.data_ptr(), bonus_tokens.data_ptr(), result.data_ptr(),
+            draft_tokens.data_ptr(), target_tokens.data_ptr(), live.data_ptr(), address(forced_accept_lens),
+            address(max_drafts), committed_lens.data_ptr(), bonus_tokens.data_ptr(), result.data_ptr(),
             hidden.data_ptr(), hidden_states.data_ptr(), batch, num_rows, hidden.shape[1], draft_tokens.stride(0),
             result.stride(0),
         )  # fmt: skip
@@ -112,8 +113,3 @@ def advance_rows_torch(
     if hidden_states is not None:
         hidden_states.copy_(state)
     committed_lens.addcmul_(accept_lens, live)
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    assert tensor is None or tensor.is_contiguous()
-    return None if tensor is None else tensor.data_ptr()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_kernel.cpu_ops import cpu_ops
+from sgl_kernel.cpu_ops import address, cpu_ops
 from sgl_kernel.packed_linear import PackedWeight
 
 _LONG, _POINTER = ctypes.c_long, ctypes.c_void_p
@@ -70,24 +70,10 @@ class DecoderLayers:
         self.described = (_Layer * len(described))(*described)
         self.widest = max(_widest(layer) for layer in described)
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        normed: torch.Tensor,
-        ple: torch.Tensor | None,
-        rope: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        out_cache_loc: torch.Tensor | None,
-        rows: PagedRows,
-    ) -> torch.Tensor:
-        """``x`` [T, D]: the input of the first layer; ``normed`` [T, D]: the same through its first norm. Both become
-        the last layer's output, the second, which is returned, through the norm behind it. ``ple`` [layers, T, P];
-        ``rope``: cos and signed sin [T, 1, d] of each kind of layer, at most two; ``out_cache_loc`` [T] int64 for
-        layers that own KV.
-        """
-        assert x.is_contiguous() and normed.is_contiguous(), f"{x.shape=} {normed.shape=}"
-        step = StepArguments(x, normed, ple, rope, out_cache_loc, rows, self.widest)
+    def run(self, step: StepArguments) -> torch.Tensor:
+        """``normed`` of ``step``: the last layer's output through the norm behind it, [T, D]."""
         self._run(self.described, len(self.described), step.address, self.widest, self.eps)
-        return normed
+        return step.normed
 
 
 class StepArguments:
@@ -103,7 +89,13 @@ class StepArguments:
         rows: PagedRows,
         widest: int,
     ) -> None:
-        """Tensors as in ``DecoderLayers``."""
+        """``x`` [T, D]: the input of the first layer; ``normed`` [T, D]: the same through its first norm. Both become
+        the last layer's output, the second through the norm behind it. ``ple`` [layers, T, P]; ``rope``: cos and signed
+        sin [T, 1, d] of each kind of layer, at most two; ``out_cache_loc`` [T] int64 for layers that own KV;
+        ``widest``: of the layers.
+        """
+        assert x.is_contiguous() and normed.is_contiguous(), f"{x.shape=} {normed.shape=}"
+        self.normed = normed
         num_rows, hidden = x.shape
         tree = rows.tree_mask
         assert ple is None or ple.stride(2) == 1
@@ -111,12 +103,12 @@ class StepArguments:
         scratch = torch.empty(2 * num_rows * (widest + hidden))
         attention_scratch = torch.empty(4 * rows.max_kv_len)
         seen = torch.empty(0 if tree is None else rows.max_kv_len, dtype=torch.int32)
-        self._held = (x, normed, ple, rope, out_cache_loc, rows, scratch, attention_scratch, seen)
+        self._held = (x, ple, rope, out_cache_loc, rows, scratch, attention_scratch, seen)
         (cos, sin), (other_cos, other_sin) = rope[0], rope[-1]
         self._step = _Step(
-            x.data_ptr(), normed.data_ptr(), _address(ple), (cos.data_ptr(), other_cos.data_ptr()),
-            (sin.data_ptr(), other_sin.data_ptr()), _address(out_cache_loc), rows.req_rows.data_ptr(),
-            rows.kv_lens.data_ptr(), rows.positions.data_ptr(), rows.req_to_token.data_ptr(), _address(tree),
+            x.data_ptr(), normed.data_ptr(), address(ple), (cos.data_ptr(), other_cos.data_ptr()),
+            (sin.data_ptr(), other_sin.data_ptr()), address(out_cache_loc), rows.req_rows.data_ptr(),
+            rows.kv_lens.data_ptr(), rows.positions.data_ptr(), rows.req_to_token.data_ptr(), address(tree),
             scratch.data_ptr(), attention_scratch.data_ptr(), seen.data_ptr(), *ple_strides, num_rows,
             len(rows.req_rows), hidden, rows.req_to_token.stride(0),
         )  # fmt: skip
@@ -168,7 +160,7 @@ def _describe(layer: LayerWeights) -> _Layer:
     weights = (layer.qkv, layer.o, layer.gate_up, layer.down, gate, projection)
     described = _Layer(*(weight_argument(weight) for weight in weights))
     for name in (*_VECTORS, "key", "value"):
-        setattr(described, name, _address(getattr(layer, name)))
+        setattr(described, name, address(getattr(layer, name)))
     described.heads, described.heads_in, described.rotated = queries, layer.qkv.num_rows // width, rotated
     described.values, described.kv_heads, described.d = kv_heads if layer.owns_kv else 0, kv_heads, width
     described.window, described.rope = layer.window or 0, layer.rope
@@ -187,7 +179,3 @@ def _widest(layer: _Layer) -> int:
     """Floats per row of the largest intermediate result."""
     heads = max(layer.heads_in, layer.rotated + layer.values)
     return max(heads * layer.d, *(getattr(layer, name).n for name in _WEIGHTS))
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

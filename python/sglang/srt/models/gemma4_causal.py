@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 import torch
 
-from sgl_kernel.decoder_layers import DecoderLayers, PagedRows
+from sgl_kernel.decoder_layers import DecoderLayers, PagedRows, StepArguments
 from sgl_kernel.embedding import per_layer_inputs
 from sgl_kernel.norm import sum_norm
 from sglang.srt.configs.model_config import FULL, SLIDING, ModelConfig
@@ -69,7 +69,9 @@ class DecoderStack:
         if fused is None:
             return None
         layers, rows = fused
-        return layers(stream.x, stream.normed, ple, list(rope.values()), fb.out_cache_loc, rows)
+        tables = list(rope.values())
+        step = StepArguments(stream.x, stream.normed, ple, tables, fb.out_cache_loc, rows, layers.widest)
+        return layers.run(step)
 
     def following(self, layer_id: int) -> RMSNorm:
         """The norm behind a layer."""
