@@ -208,12 +208,12 @@ class Scheduler:
                     self._run_ahead(batch)
                 result = pending()
         except RequestFault as fault:
-            self._fail_one((*batch.reqs, *(() if beside is None else beside.reqs)), fault)
+            self._fail_one(_requests(batch, beside), fault)
             return
         except Exception:  # whatever a model's code raises must not end the other requests
             if self._group.size > 1:
                 raise  # the other ranks wait for this one's part of the step
-            reqs = (*batch.reqs, *(() if beside is None else beside.reqs))
+            reqs = _requests(batch, beside)
             logger.exception("a step of %d requests failed", len(reqs))
             self._fail(reqs)
             return
@@ -455,6 +455,11 @@ class Scheduler:
         total = self.kv_manager.total_tokens
         num_running = len(self.running.reqs) + (self.chunked is not None)
         return Load(num_running, self._num_queued, total - self.kv_manager.available_tokens, total)
+
+
+def _requests(batch: ScheduleBatch, beside: ScheduleBatch | None) -> tuple[Req, ...]:
+    """All requests of a step."""
+    return (*batch.reqs, *(() if beside is None else beside.reqs))
 
 
 def _max_running(facts: dict[str, Any], config: ScheduleConfig) -> int:
