@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 
-from sgl_kernel.sampling import exponential_noise
 from sglang.srt.model_executor.forward_batch_info import (
     AttnGeometry,
     AttnPlan,
@@ -24,6 +23,7 @@ from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPContext
 # A drafting query stands at the bonus token's own index L - 1, the first position without KV. Counted from the number
 # of committed tokens (L - 1) that is +0; engines that draft from the last committed slot would say -1.
 FROZEN_POSITION_OFFSET = 0
+_RANGE, _SPREAD = 1 << 16, 40503  # of simulated accept lengths
 
 
 def set_frozen_kv_positions(committed_lens: torch.Tensor) -> torch.Tensor:
@@ -85,10 +85,10 @@ def with_tokens(fb: ForwardBatch, input_ids: torch.Tensor) -> ForwardBatch:
 def simulated_accept_lens(mean: float, seeds: torch.Tensor, committed_lens: torch.Tensor) -> torch.Tensor:
     """Accept lengths that are ``mean`` on average, [B] int64, without asking the target.
 
-    A row's is the whole number below or above the mean, drawn by ``seeds`` and ``committed_lens`` [B] int64.
+    A row's is the whole number below or above the mean, by ``seeds`` and ``committed_lens`` [B] int64. Few operators,
+    since what is measured pays for them: the multiples of an odd number that is about the golden ratio of the range
+    spread evenly over it.
     """
     whole = math.floor(mean)
-    if whole == mean:
-        return torch.full_like(committed_lens, whole)
-    draws = exponential_noise(seeds, committed_lens, torch.zeros(1, dtype=torch.int64, device=seeds.device))
-    return whole + (torch.exp(-draws[:, 0]) < mean - whole).to(torch.int64)
+    place = torch.add(seeds, committed_lens, alpha=_SPREAD).bitwise_and_(_RANGE - 1)
+    return (place < round((mean - whole) * _RANGE)) + whole
