@@ -1,36 +1,28 @@
 """``ServerArgs``: what a server is told, from the command line or as keywords, and what follows from it.
 
 A value from birth: made by ``prepare_server_args`` or by keyword, completed once by ``resolve_server_args`` of
-``server_args_resolution``, cut into the narrow slices of ``server_args_slices``, and never assigned to.
+``server_args_resolution``, cut by ``server_args_cut`` into the narrow slices of ``server_args_slices``, and never
+assigned to.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
 from sglang.srt.configs.model_config_parser import ASSISTANT_ARCHITECTURES, DTYPES
 from sglang.srt.configs.registries import ATTENTION_BACKENDS, GRAMMAR_BACKENDS, OUTPUT_FORMATS
 from sglang.srt.server_args_cli import closest, parse_command_line
+from sglang.srt.server_args_cut import ServerArgsCut, parse_overrides
 from sglang.srt.server_args_fields import ArgSpec, arg, specs_of
-from sglang.srt.server_args_grammar import make_grammar_config
 from sglang.srt.server_args_parallel import LoadBalanceMethod
 from sglang.srt.server_args_ports import PortArgs
-from sglang.srt.server_args_slices import (
-    GrammarConfig,
-    GraphConfig,
-    LoadConfig,
-    MemoryConfig,
-    ScheduleConfig,
-    SpecConfig,
-)
+from sglang.srt.server_args_slices import GraphConfig, LoadConfig, MemoryConfig, ScheduleConfig, SpecConfig
 from sglang.srt.server_args_speculative import draft_missing
 from sglang.srt.server_args_unsupported import UNSUPPORTED_FLAGS
 from sglang.srt.utils.hf_transformers.config import load_architecture
@@ -57,7 +49,7 @@ _RUNTIME, _LOG, _API, _SPEC = "Runtime", "Logging", "API", "Speculative decoding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerArgs:
+class ServerArgs(ServerArgsCut):
     """Every setting of one server; names and flags are sglang's.
 
     Making one checks each value by itself and raises ``ValueError`` naming the flag, its value and what is allowed.
@@ -566,7 +558,7 @@ class ServerArgs:
             spec.check(value)
             # the only write, before anyone else sees the object
             object.__setattr__(self, name, value)
-        _parse_overrides(self.json_model_override_args)
+        parse_overrides(self.json_model_override_args)
         self.grammar_config()
         _parse_origins(self.allowed_origins)
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
@@ -601,101 +593,9 @@ class ServerArgs:
         return {name: getattr(self, name) for name, spec in ARG_SPECS.items() if not spec.secret}
 
     @property
-    def model_overrides(self) -> dict[str, Any]:
-        """``json_model_override_args`` as an object."""
-        return _parse_overrides(self.json_model_override_args)
-
-    @property
     def cors_origins(self) -> tuple[str, ...]:
         """``allowed_origins`` one by one."""
         return _parse_origins(self.allowed_origins)
-
-    def load_config(self) -> LoadConfig:
-        """How to load the target. Needs resolved arguments, like every slice."""
-        return LoadConfig(
-            model_path=Path(self.model_path),
-            load_format=self.load_format,
-            dtype=self.dtype,
-            overrides=self.model_overrides,
-            trust_remote_code=self.trust_remote_code,
-            revision=self.revision,
-            deterministic=self.enable_deterministic_inference,
-        )
-
-    def draft_load_config(self) -> LoadConfig:
-        """How to load the assistant: like the target, with its own files and without the overrides."""
-        assert self.speculative_draft_model_path is not None, (
-            "resolve_server_args has not run, or there is no speculation"
-        )
-        return dataclasses.replace(
-            self.load_config(),
-            model_path=Path(self.speculative_draft_model_path),
-            overrides={},
-            revision=self.speculative_draft_model_revision,
-        )
-
-    def memory_config(self) -> MemoryConfig:
-        assert self.mem_fraction_static is not None and self.context_length is not None, (
-            "resolve_server_args has not run"
-        )
-        return MemoryConfig(
-            mem_fraction_static=self.mem_fraction_static,
-            max_total_tokens=self.max_total_tokens,
-            max_running_requests=self.max_running_requests,
-            page_size=self.page_size,
-            context_length=self.context_length,
-            disable_radix_cache=self.disable_radix_cache,
-        )
-
-    def schedule_config(self) -> ScheduleConfig:
-        assert self.chunked_prefill_size is not None, "resolve_server_args has not run"
-        return ScheduleConfig(
-            chunked_prefill_size=None if self.chunked_prefill_size == -1 else self.chunked_prefill_size,
-            max_prefill_tokens=self.max_prefill_tokens,
-            enable_mixed_chunk=self.enable_mixed_chunk,
-            policy=self.schedule_policy,
-            max_running_requests=self.max_running_requests,
-            max_queued_requests=self.max_queued_requests,
-            conservativeness=self.schedule_conservativeness,
-            stream_interval=self.stream_interval,
-            decode_log_interval=self.decode_log_interval,
-            enable_custom_logit_processor=self.enable_custom_logit_processor,
-            enable_return_hidden_states=self.enable_return_hidden_states,
-        )
-
-    def graph_config(self) -> GraphConfig:
-        assert self.cuda_graph_max_bs is not None, "resolve_server_args has not run"
-        return GraphConfig(
-            capture=not self.disable_cuda_graph,
-            sizes=self.cuda_graph_bs,
-            max_size=self.cuda_graph_max_bs,
-            pad=not self.disable_cuda_graph_padding,
-            overlap=not self.disable_overlap_schedule,
-        )
-
-    def grammar_config(self) -> GrammarConfig:
-        return make_grammar_config(
-            self.grammar_backend,
-            self.constrained_json_whitespace_pattern,
-            disable_any=self.constrained_json_disable_any_whitespace,
-        )
-
-    def spec_config(self) -> SpecConfig | None:
-        """The speculation asked for, None when there is none."""
-        if self.speculative_algorithm is None:
-            return None
-        steps, topk, tokens = self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens
-        assert self.speculative_draft_model_path is not None, "resolve_server_args has not run"
-        assert steps is not None and topk is not None and tokens is not None, "resolve_server_args has not run"
-        return SpecConfig(
-            algorithm=self.speculative_algorithm,
-            draft_model_path=Path(self.speculative_draft_model_path),
-            num_steps=steps,
-            topk=topk,
-            num_draft_tokens=tokens,
-            adaptive=self.speculative_adaptive,
-            sample_drafts=self.speculative_use_rejection_sampling,
-        )
 
 
 ARG_SPECS: Mapping[str, ArgSpec] = MappingProxyType(specs_of(ServerArgs))
@@ -715,17 +615,6 @@ def prepare_server_args(argv: Sequence[str]) -> ServerArgs:
     if "model_path" not in given:
         raise ValueError(_MODEL_PATH_MISSING)
     return ServerArgs(**given)
-
-
-def _parse_overrides(text: str) -> dict[str, Any]:
-    flag = ARG_SPECS["json_model_override_args"].flag
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as err:
-        raise ValueError(f"{flag} must be a JSON object, got {text!r:.200} ({str(err) or type(err).__name__})") from err
-    if not isinstance(value, dict):
-        raise ValueError(f"{flag} must be a JSON object, got {text!r:.200}")
-    return value
 
 
 def _parse_origins(text: str | None) -> tuple[str, ...]:
