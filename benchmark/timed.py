@@ -7,7 +7,7 @@ a request then finds all of its prompt but the last token there, whatever the le
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +16,13 @@ import torch
 from gpu_report import synchronize, time_device
 from model_shapes import Pair
 
+from sglang.srt.distributed.parallel_state import TpGroup
 from sglang.srt.managers.io_struct import AbortReq, FromScheduler, TokenizedGenerateReqInput, ToScheduler
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.worker_factory import create_worker
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, EagerRunner, GraphProgram, Runner, Step
+from sglang.srt.model_executor.decode_loop import DecodeLoop
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.server_args_resolution import resolve_server_args
@@ -85,16 +87,24 @@ class Timed:
         batches: list[int],
         context_length: int | None,
         tokens: int,
+        group: TpGroup | None = None,
     ) -> None:
+        """``group``: the ranks that share the models, each of which makes one of these and does the same with it."""
+        group = group or TpGroup()
         settings = engine_settings(pair, num_steps, device, dtype, batches)
-        args = ServerArgs.from_kwargs({**settings, "max_total_tokens": tokens, "context_length": context_length})
-        args = resolve_server_args(args)
+        settings |= {"max_total_tokens": tokens, "context_length": context_length, "tp_size": group.size}
+        args = resolve_server_args(ServerArgs.from_kwargs(settings))
         self.device = device
         self.num_steps = num_steps
-        self.worker = create_worker(args)
-        torch_device = make_device(device).torch_device
+        self.worker = create_worker(args, group)
         self.scheduler = Scheduler(
-            self.worker, args.schedule_config(), NoChannel(), device=torch_device, pieces=None, random_seed=1
+            self.worker,
+            args.schedule_config(),
+            NoChannel(),
+            device=make_device(device, group.local_rank).torch_device,
+            pieces=None,
+            random_seed=1,
+            group=group,
         )
         self._vocab_size = pair.target.text.vocab_size
         self._random = np.random.default_rng(1)
@@ -107,6 +117,12 @@ class Timed:
             return worker.target
         assert isinstance(worker, TpModelWorker)
         return worker
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of this rank, the assistant's included."""
+        runners = {self.target.runner, self.worker.runner}
+        return sum(runner.weight_bytes for runner in runners)
 
     def start(self, batch: int, context: int) -> None:
         """``batch`` requests with ``context`` committed tokens each, ready to decode."""
@@ -159,26 +175,43 @@ class Timed:
         finally:
             self.target._tail = tail  # type: ignore[method-assign]
 
-    def device_seconds(self, repeats: int) -> dict[str, float]:
-        """Seconds of a step's program on the device alone, under "step", and of each stage of a round, by its name.
+    def device_program(self) -> Callable[[], None]:
+        """A step on the device alone, any number of times.
 
-        Every replay is the same step: the rows are told that they are padding, which stays where it is. The tokens
+        Every run is the same step: the rows are told that they are padding, which stays where it is. The tokens
         it leaves are nobody's, so only ``stop`` may follow.
         """
-        while self.scheduler._ahead is not None:
-            self.scheduler.step(run_ahead=False)
-        self.scheduler._make_room()
-        worker, found = self.worker, {}
-        assert isinstance(worker, TpModelWorker)
-        loop = worker.loop
+        loop, step = self._loop, self._padding_step()
+
+        def run() -> None:
+            with torch.inference_mode():
+                loop.runner.run(step)
+
+        return run
+
+    def device_seconds(self, repeats: int) -> dict[str, float]:
+        """Seconds of ``device_program``, under "step", and of each stage of a round, by its name."""
+        step, worker, found = self._padding_step(), self.worker, {}
         with torch.inference_mode():
-            step = loop.prepare(self.scheduler.running.to_batch())
-            loop._rows.device.live.zero_()
             if isinstance(worker, FrozenKVMTPWorker):
                 for program in (worker.round.draft, worker.round.verify):
                     found[program.name] = self._program_seconds(program, step, repeats)
-            found["step"] = time_device(lambda: loop.runner.run(step), self.device, repeats)
+            found["step"] = time_device(lambda: self._loop.runner.run(step), self.device, repeats)
         return found
+
+    @property
+    def _loop(self) -> DecodeLoop:
+        assert isinstance(self.worker, TpModelWorker)
+        return self.worker.loop
+
+    def _padding_step(self) -> Step:
+        while self.scheduler._ahead is not None:
+            self.scheduler.step(run_ahead=False)
+        self.scheduler._make_room()
+        with torch.inference_mode():
+            step = self._loop.prepare(self.scheduler.running.to_batch())
+            self._loop._rows.device.live.zero_()
+        return step
 
     def _program_seconds(self, program: GraphProgram, step: Step, repeats: int) -> float:
         """A stage by itself, in a graph where there are graphs."""
@@ -189,8 +222,10 @@ class Timed:
         return time_device(lambda: runner.run(step), self.device, repeats)
 
     def _fill_kv(self) -> None:
+        """Alike on all ranks, since several may have the same KV head."""
         pool = self.target.memory.pool
         for spec in pool.layout.owners:
             for buffer in pool.get_kv_buffer(spec.layer_id):
-                buffer.uniform_(-1.0, 1.0)
+                generator = torch.Generator(device=buffer.device).manual_seed(spec.layer_id)
+                buffer.uniform_(-1.0, 1.0, generator=generator)
         synchronize(self.device)
