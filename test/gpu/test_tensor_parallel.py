@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixtures.make_tiny_gemma4 import KINDS
-from fixtures.tp_cases import Case, all_answers
+from fixtures.tp_cases import Case, all_answers, wrong_sums
 from fixtures.tp_ranks import run_ranks
 from sglang.srt.utils.env import SGLANG_DEBUG_TP_CONSISTENCY
 
@@ -49,3 +49,14 @@ def test_the_same_every_time(tiny_checkpoints: Path) -> None:
     case = dataclasses.replace(cases_on(tiny_checkpoints, ("dense_keqv",))[2], mixed=True)
     of_ranks = run_ranks(2, all_answers, (case,) * 30, ENVIRONMENT, "cuda")
     assert len({answer.tokens for found in of_ranks for answer in found}) == 1
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("custom", [True, False], ids=["custom", "nccl"])
+def test_sums_are_right_in_captured_graphs(custom: bool, size: int) -> None:
+    """Ranks are added in their order, by a kernel that reads all ranks' memory and by the library."""
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} CUDA devices")
+    found = run_ranks(size, wrong_sums, "cuda", {}, "cuda", custom_all_reduce=custom)
+    assert [uses for uses, _ in found] == [custom] * size
+    assert not any(wrong for _, wrong in found), found

@@ -86,6 +86,7 @@ RESOLUTION: dict[str, tuple[list[str], Any]] = {
     "node_rank": (["--node-rank", "1", "--nnodes", "2", "--tp-size", "2", "--dist-init-addr", "a:1"], 1),
     "dist_init_addr": (["--dist-init-addr", "[::1]:5000"], "[::1]:5000"),
     "dist_timeout": (["--dist-timeout", "30"], 30),
+    "disable_custom_all_reduce": (["--disable-custom-all-reduce"], True),
     "device": (["--device", "cpu"], "cpu"),
     "attention_backend": (["--attention-backend", "torch_native"], "torch_native"),
     "disable_cuda_graph": (["--disable-cuda-graph"], True),

@@ -275,6 +275,12 @@ class ServerArgs(ServerArgsCut):
         low=1,
         high=_INT32_MAX,
     )
+    disable_custom_all_reduce: bool = arg(
+        False,
+        "Add what GPUs exchange with NCCL only, small tensors too.",
+        "flag",
+        _RUNTIME,
+    )
     device: str = arg(
         "auto",
         "Where to compute; auto takes CUDA when it is usable.",

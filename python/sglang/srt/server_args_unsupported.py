@@ -196,7 +196,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         "there is one device and nothing to reduce over",
-        "base-gpu-id=0 gpu-id-step=1 numa-node enable-nccl-nvls enable-symm-mem disable-custom-all-reduce= "
+        "base-gpu-id=0 gpu-id-step=1 numa-node enable-nccl-nvls enable-symm-mem "
         "enable-mscclpp enable-torch-symm-mem enable-p2p-check enable-attn-tp-input-scattered "
         "enable-quant-communications",
     ),

@@ -89,9 +89,26 @@ def run_leader(end: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_leader_ends_with_any_follower() -> None:
-    done = run_leader("second._leader.close()")
+    done = run_leader("second._leader.shutdown(2)")
     assert done.returncode == RANK_LOST_EXIT_STATUS
     assert "rank 2 has ended" in done.stderr
+
+
+def test_a_follower_that_does_not_listen_ends_with_its_leader() -> None:
+    """As one that waits on its device for what rank 0 will never send."""
+    done = run_leader("leader._followers[0].shutdown(1)")
+    assert done.returncode == RANK_LOST_EXIT_STATUS
+    assert "rank 0 has ended or is out of reach while this rank waits for it" in done.stderr
+
+
+def test_a_follower_that_knows_is_left_to_end_by_itself() -> None:
+    here, there = socket.socketpair()
+    there.close()
+    with here:
+        end = Lockstep(leader=here)
+        with pytest.raises(RankLostError):
+            end.share(lambda: b"")
+        end.watch()
 
 
 class Outside:

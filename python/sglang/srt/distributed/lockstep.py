@@ -2,7 +2,7 @@
 
 Rank 0 has a connection to every other rank and sends down it; nothing comes back but a goodbye. Whoever waits sleeps in
 the kernel, for as long as it takes. The connections also tell a rank at once that another one, on whatever machine, has
-ended without a goodbye.
+ended without a goodbye, even while it waits on its device for what that one will never send.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hmac
 import logging
 import os
 import secrets
+import select
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ _TOKEN_BYTES = 16
 _LENGTH_BYTES = 4
 _GOODBYE = b"."
 # a machine that fell silent is given up after 2 + 3 * 2 seconds
+# for a rank to end by itself when rank 0 has ended
+_NOTICE_S = 3.0
 _KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
@@ -38,11 +41,16 @@ class Lockstep:
     def __init__(self, followers: Sequence[socket.socket] = (), leader: socket.socket | None = None) -> None:
         self._followers = tuple(followers)
         self._leader = leader
+        self._noticed = threading.Event()
 
     def share(self, make: Callable[[], bytes]) -> bytes:
         """What ``make`` returns on rank 0; it is called nowhere else. All ranks must ask alike, in the same order."""
         if self._leader is not None:
-            return self._receive(self._leader)
+            try:
+                return self._receive(self._leader)
+            except RankLostError:
+                self._noticed.set()
+                raise
         made = make()
         for number, follower in enumerate(self._followers, start=1):
             try:
@@ -54,8 +62,19 @@ class Lockstep:
     def close(self) -> None:
         """For an end in order, which all ranks have agreed on."""
         if self._leader is not None:
+            self._noticed.set()
             self._leader.sendall(_GOODBYE)
+            self._leader.shutdown(socket.SHUT_RDWR)  # which ``watch`` sees, too
             self._leader.close()
+
+    def watch(self) -> None:
+        """Ends this process when rank 0 has ended and ``share`` does not hear of it, in a collective for one."""
+        assert self._leader is not None
+        poll = select.poll()
+        poll.register(self._leader, select.POLLRDHUP)
+        poll.poll()
+        if not self._noticed.wait(_NOTICE_S):
+            _end("rank 0 has ended or is out of reach while this rank waits for it: this rank cannot go on")
 
     def _receive(self, leader: socket.socket) -> bytes:
         return _read(leader, int.from_bytes(_read(leader, _LENGTH_BYTES), "big"))
@@ -73,7 +92,9 @@ def open_lockstep(
     leader = socket.create_connection((name, int(port)), timeout_s)
     leader.sendall(token + rank.to_bytes(_LENGTH_BYTES, "big"))
     _settle(leader)
-    return Lockstep(leader=leader)
+    lockstep = Lockstep(leader=leader)
+    threading.Thread(target=lockstep.watch, name="sglang-rank-0", daemon=True).start()
+    return lockstep
 
 
 def _lead(size: int, host: str, timeout_s: float, first_of_all: Callable[[bytes], bytes]) -> Lockstep:
@@ -126,6 +147,10 @@ def _watch(number: int, follower: socket.socket) -> None:
     except OSError:
         last_words = b""
     if last_words != _GOODBYE:
-        logger.critical("rank %d has ended or is out of reach: this rank cannot go on", number)
-        logging.shutdown()
-        os._exit(RANK_LOST_EXIT_STATUS)
+        _end(f"rank {number} has ended or is out of reach: this rank cannot go on")
+
+
+def _end(why: str) -> None:
+    logger.critical("%s", why)
+    logging.shutdown()
+    os._exit(RANK_LOST_EXIT_STATUS)

@@ -6,6 +6,7 @@ the same everywhere by itself (see ``lockstep``).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +14,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from sglang.srt.distributed.custom_all_reduce import CustomAllReduce, open_custom_all_reduce, see_each_other
 from sglang.srt.distributed.lockstep import Lockstep, open_lockstep
+
+logger = logging.getLogger(__name__)
 
 _CPU_BACKEND, _CUDA_BACKENDS = "gloo", "cpu:gloo,cuda:nccl"
 # one operation, whose name changed
@@ -25,7 +29,8 @@ _all_gather: Callable[[torch.Tensor, torch.Tensor], object] = (
 @dataclass(frozen=True, slots=True)
 class TpRank:
     """Where a process stands. ``local_rank``: its device among the ``ranks_here`` of its machine, those of other
-    replicas included; ``rendezvous``: the URL under which the ranks find each other, ``file://`` or ``tcp://``."""
+    replicas included; ``rendezvous``: the URL under which the ranks find each other, ``file://`` or ``tcp://``;
+    ``custom_all_reduce``: whether GPUs may add small tensors by themselves, without the library."""
 
     rank: int
     size: int
@@ -33,6 +38,7 @@ class TpRank:
     ranks_here: int
     rendezvous: str
     timeout_s: float
+    custom_all_reduce: bool = True
 
 
 class TpGroup:
@@ -46,11 +52,13 @@ class TpGroup:
         local_rank: int = 0,
         ranks_here: int = 1,
         lockstep: Lockstep | None = None,
+        small_sums: CustomAllReduce | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
         self.local_rank = local_rank
         self.ranks_here = ranks_here
+        self.small_sums = small_sums
         self._lockstep = Lockstep() if lockstep is None else lockstep
 
     @property
@@ -93,7 +101,9 @@ class TpGroup:
         Parts stay parts, one a rank, for the consumer to add in their order; [T, N] is added as ``total`` does.
         """
         if x.dim() == 3 and self.size > 1:
-            return self.gather(x[0] if x.shape[0] == 1 else x.sum(0))
+            x = x[0] if x.shape[0] == 1 else x.sum(0)
+            small = self._small(x)
+            return self.gather(x) if small is None else small.total(x)[None]
         return self.total(x)
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,11 +111,13 @@ class TpGroup:
 
         Ranks are added in their order and in float32, so that all of them get the same bits, and a row the same
         whatever rows are beside it; a ring adds in an order that depends on the size of the whole. Only the many rows
-        of a prefill on CUDA, whose products depend on their number in any case and are not in float32, are added by
-        the library.
+        of a prefill on CUDA, whose products depend on their number in any case and are not in float32, are added in
+        their type, and unless they are small by the library.
         """
         if self.size == 1:
             return x
+        if (small := self._small(x)) is not None:
+            return small.total(x)
         if x.is_cuda and x.dtype is not torch.float32:
             dist.all_reduce(x)
             return x
@@ -116,9 +128,16 @@ class TpGroup:
 
     def pick(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of tensors of which every element is zero on all ranks but one: no rounding. May change ``x``."""
-        if self.size > 1:
-            dist.all_reduce(x)
+        if self.size == 1:
+            return x
+        if (small := self._small(x)) is not None:
+            return small.total(x)
+        dist.all_reduce(x)
         return x
+
+    def _small(self, x: torch.Tensor) -> CustomAllReduce | None:
+        """What adds tensors like ``x`` without the library."""
+        return self.small_sums if self.small_sums is not None and self.small_sums.takes(x) else None
 
     def least(self, value: int) -> int:
         """The smallest ``value`` of all ranks."""
@@ -140,6 +159,8 @@ class TpGroup:
         """Leave. NCCL's communicators stay until the process ends, since captured graphs use them."""
         if self.size == 1:
             return
+        if dist.get_backend() != _CPU_BACKEND:
+            torch.cuda.synchronize()  # the other ranks may need what this one still computes
         self._lockstep.close()
         if dist.get_backend() == _CPU_BACKEND:
             dist.destroy_process_group()
@@ -152,12 +173,16 @@ def join_group(rank: TpRank, device: torch.device) -> TpGroup:
     if rank.size == 1:
         return TpGroup(local_rank=rank.local_rank, ranks_here=rank.ranks_here)
     try:
-        return _join(rank, device)
+        group = _join(rank, device)
     except (RuntimeError, OSError) as error:
         raise ValueError(
             f"rank {rank.rank} did not meet the other {rank.size - 1} at {rank.rendezvous} ({error}): start every "
             "machine, with the same --dist-init-addr, a free port of machine 0"
         ) from error
+    if device.type == "cuda":
+        group.small_sums = _small_sums(rank, device, group)
+        logger.info("Small tensors are added by %s", "NCCL" if group.small_sums is None else "a kernel of all ranks")
+    return group
 
 
 def _join(rank: TpRank, device: torch.device) -> TpGroup:
@@ -173,6 +198,19 @@ def _join(rank: TpRank, device: torch.device) -> TpGroup:
     # communicators are made by their first collective, which must not be a captured one
     group.gather(torch.zeros(1, device=device))
     return group
+
+
+def _small_sums(rank: TpRank, device: torch.device, group: TpGroup) -> CustomAllReduce | None:
+    """None where the library adds everything; the same on all ranks."""
+    if not rank.custom_all_reduce or rank.ranks_here < rank.size:
+        return None
+    first = rank.local_rank - rank.rank
+    if not group.least(see_each_other(range(first, first + rank.size), rank.local_rank)):
+        return None
+    made = open_custom_all_reduce(rank.size, device)
+    if not group.least(made is not None) or made is None:
+        return None
+    return made if group.least(made.is_right(rank.rank, group.gather)) else None
 
 
 def _first_of_all(text: bytes) -> bytes:

@@ -179,7 +179,15 @@ def _ranks_here(args: ServerArgs, replica: int, folder: Path) -> list[TpRank]:
     rendezvous = f"file://{folder}/rendezvous" if args.dist_init_addr is None else f"tcp://{args.dist_init_addr}"
     first = args.node_rank * num
     return [
-        TpRank(first + i, args.tp_size, replica * num + i, args.dp_size * num, rendezvous, args.dist_timeout)
+        TpRank(
+            first + i,
+            args.tp_size,
+            replica * num + i,
+            args.dp_size * num,
+            rendezvous,
+            args.dist_timeout,
+            not args.disable_custom_all_reduce,
+        )
         for i in range(num)
     ]
 
