@@ -168,12 +168,13 @@ class Timed:
     @contextmanager
     def all_rows(self) -> Iterator[None]:
         """Prompts inside are computed without skipping rows in layers that share KV."""
-        tail = self.target._tail
+        tail, prefill = self.target._tail, self.target._prefill
         self.target._tail = lambda *args: None  # type: ignore[assignment, method-assign]
+        self.target._prefill = None  # which was captured with the skipping
         try:
             yield
         finally:
-            self.target._tail = tail  # type: ignore[method-assign]
+            self.target._tail, self.target._prefill = tail, prefill  # type: ignore[method-assign]
 
     def device_program(self) -> Callable[[], None]:
         """A step on the device alone, any number of times.

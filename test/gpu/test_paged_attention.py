@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fixtures.attention_cases import SIZES, Problem, attend, make_problem, pick
+from fixtures.attention_cases import SIZES, Problem, attend, lengths_on_device, make_problem, pick
 from sgl_kernel.paged_attention import HeadKind, paged_attention, plan_paged_attention
 
 pytestmark = pytest.mark.cuda
@@ -130,3 +130,41 @@ def test_captured_with_later_lengths(kind: HeadKind) -> None:
         rows.req_rows.copy_(problem.rows.req_rows)
         graph.replay()
         assert torch.equal(out, attend(replace(problem, q=later.q)))
+
+
+@each_kind
+def test_prompts_captured_with_later_lengths(kind: HeadKind) -> None:
+    """As above, for prompts that share a number of rows; one of them may have all the rows, or none."""
+    cases = [
+        make_problem(kind, (5, 2500, 0), q_lens, device="cuda", is_extend=True, max_kv_len=4096)
+        for q_lens in ((300, 512, 88), (1, 898, 1), (880, 4, 16))
+    ]
+    whole = lengths_on_device(cases[0])
+    q, rows = whole.q, replace(whole.rows, req_to_token=torch.zeros(3, 4096, dtype=torch.int32, device="cuda"))
+    assert rows.row_ends is not None
+    num_slots = max(len(case.key) for case in cases)
+    key, value = (torch.zeros(num_slots, *whole.key.shape[1:], dtype=kind.dtype, device="cuda") for _ in range(2))
+
+    def run() -> torch.Tensor:
+        return paged_attention(q, key, value, rows, kind, plan_paged_attention(rows, kind))
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for case in cases:
+        later = lengths_on_device(case).rows
+        assert later.row_ends is not None
+        for mine, new in (
+            (rows.req_to_token[:, : later.req_to_token.shape[1]], later.req_to_token),
+            (rows.req_rows, later.req_rows),
+            (rows.kv_lens, later.kv_lens),
+            (rows.positions, later.positions),
+            (rows.row_ends, later.row_ends),
+            (q, case.q),
+            (key[: len(case.key)], case.key),
+            (value[: len(case.value)], case.value),
+        ):
+            mine.copy_(new)
+        graph.replay()
+        assert torch.equal(out, attend(case))

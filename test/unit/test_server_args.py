@@ -93,6 +93,9 @@ RESOLUTION: dict[str, tuple[list[str], Any]] = {
     "cuda_graph_max_bs": (["--cuda-graph-max-bs", "24"], 24),
     "cuda_graph_bs": (["--cuda-graph-bs", "1", "2", "12"], (1, 2, 12)),
     "disable_cuda_graph_padding": (["--disable-cuda-graph-padding"], True),
+    "disable_piecewise_cuda_graph": (["--disable-piecewise-cuda-graph"], True),
+    "piecewise_cuda_graph_max_tokens": (["--piecewise-cuda-graph-max-tokens", "768"], 768),
+    "piecewise_cuda_graph_tokens": (["--piecewise-cuda-graph-tokens", "64", "300"], (64, 300)),
     "disable_overlap_schedule": (["--disable-overlap-schedule"], True),
     "enable_deterministic_inference": (["--enable-deterministic-inference"], True),
     "watchdog_timeout": (["--watchdog-timeout", "9"], 9.0),
@@ -355,7 +358,7 @@ def test_unsupported_flags_on_the_command_line() -> None:
     neutral = [
         "--pp-size",
         "1",
-        "--disable-piecewise-cuda-graph",
+        "--enable-piecewise-cuda-graph",
         "--dp=1",
     ]
     assert parse(*neutral, "--port", "31000") == parse("--port", "31000")
@@ -366,7 +369,7 @@ def test_unsupported_flags_on_the_command_line() -> None:
         (["--lora-paths", "a=b", "c=d"], "--lora-paths"),
         (["--enable-trace"], "--enable-trace is not supported: tracing"),
         (["--tool-server=demo"], "--tool-server"),
-        (["--enable-piecewise-cuda-graph"], "--enable-piecewise-cuda-graph"),
+        (["--enable-breakable-cuda-graph"], "--enable-breakable-cuda-graph is not supported: graphs are captured of"),
     ]:
         with pytest.raises(ValueError, match=reason):
             parse(*argv)
@@ -423,10 +426,18 @@ def test_graph_sizes_follow_from_one_another() -> None:
     assert resolve().disable_cuda_graph, "nothing is captured on a CPU"
     args = resolve("--cuda-graph-bs", "8", "2", "--disable-cuda-graph-padding")
     assert args.cuda_graph_max_bs == 8
-    assert args.graph_config() == GraphConfig(capture=False, sizes=(8, 2), max_size=8, pad=False, overlap=True)
+    expected = GraphConfig(False, (8, 2), max_size=8, pad=False, overlap=True, prefill_max_size=2048)
+    assert args.graph_config() == expected
     assert ServerArgs.from_kwargs({"model_path": TINY, "cuda_graph_bs": [1, 4]}).cuda_graph_bs == (1, 4)
     with pytest.raises(ValueError, match="--cuda-graph-bs has 9, which is above --cuda-graph-max-bs 8"):
         resolve("--cuda-graph-bs", "9", "1", "--cuda-graph-max-bs", "8")
+    assert resolve("--chunked-prefill-size", "512").piecewise_cuda_graph_max_tokens == 512
+    config = resolve("--piecewise-cuda-graph-tokens", "96", "32").graph_config()
+    assert (config.prefill_sizes, config.prefill_max_size) == ((96, 32), 96)
+    config = resolve("--piecewise-cuda-graph-tokens", "96", "--disable-piecewise-cuda-graph").graph_config()
+    assert (config.prefill_sizes, config.prefill_max_size) == ((), 0)
+    with pytest.raises(ValueError, match="-graph-tokens has 96, which is above --piecewise-cuda-graph-max-tokens 64"):
+        resolve("--piecewise-cuda-graph-tokens", "96", "--piecewise-cuda-graph-max-tokens", "64")
     for bad in (["x"], ["1", "2.5"], ["0"], ["-3", "1"]):
         with pytest.raises(ValueError, match="^--cuda-graph-bs must be a list of integers at least 1"):
             parse("--cuda-graph-bs", *bad)

@@ -324,6 +324,28 @@ class ServerArgs(ServerArgsCut):
     disable_cuda_graph_padding: bool = arg(
         False, "Run only batches of exactly a captured size as CUDA graphs.", "flag", _RUNTIME
     )
+    disable_piecewise_cuda_graph: bool = arg(
+        False, "Do not run steps of prompts as CUDA graphs, only decode steps.", "flag", _RUNTIME
+    )
+    piecewise_cuda_graph_max_tokens: int | None = arg(
+        None,
+        "Most tokens of prompts that one CUDA graph computes; larger steps run kernel by kernel.",
+        "integer",
+        _RUNTIME,
+        low=1,
+        high=1 << 16,
+        default_note="2048 and at most the chunked prefill size, or the largest of --piecewise-cuda-graph-tokens",
+    )
+    piecewise_cuda_graph_tokens: tuple[int, ...] | None = arg(
+        None,
+        "Numbers of prompt tokens that are captured as CUDA graphs; a step is padded to the next. Where nothing is "
+        "captured they only pad.",
+        "integers",
+        _RUNTIME,
+        low=1,
+        high=1 << 16,
+        default_note="16, 32, 64, then at most a quarter apart",
+    )
     disable_overlap_schedule: bool = arg(
         False,
         "Start a decode step only when the result of the one before it has been read. By default steps that run as "

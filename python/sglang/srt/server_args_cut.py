@@ -45,6 +45,9 @@ class ServerArgsCut:
     cuda_graph_max_bs: int | None
     cuda_graph_bs: tuple[int, ...] | None
     disable_cuda_graph_padding: bool
+    disable_piecewise_cuda_graph: bool
+    piecewise_cuda_graph_max_tokens: int | None
+    piecewise_cuda_graph_tokens: tuple[int, ...] | None
     disable_overlap_schedule: bool
     enable_deterministic_inference: bool
     stream_interval: int
@@ -122,13 +125,17 @@ class ServerArgsCut:
         )
 
     def graph_config(self) -> GraphConfig:
-        assert self.cuda_graph_max_bs is not None, "resolve_server_args has not run"
+        max_tokens = self.piecewise_cuda_graph_max_tokens
+        assert self.cuda_graph_max_bs is not None and max_tokens is not None, "resolve_server_args has not run"
+        off = self.disable_piecewise_cuda_graph
         return GraphConfig(
             capture=not self.disable_cuda_graph,
             sizes=self.cuda_graph_bs,
             max_size=self.cuda_graph_max_bs,
             pad=not self.disable_cuda_graph_padding,
             overlap=not self.disable_overlap_schedule,
+            prefill_sizes=() if off else self.piecewise_cuda_graph_tokens,
+            prefill_max_size=0 if off else max_tokens,
         )
 
     def grammar_config(self) -> GrammarConfig:

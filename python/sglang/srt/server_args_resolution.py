@@ -20,6 +20,7 @@ from sglang.srt.utils.hf_transformers.hub import embedded_assistant, resolve_mod
 logger = logging.getLogger(__name__)
 
 _DEFAULT_MAX_GRAPH_BS = 256
+_MAX_PREFILL_GRAPH_TOKENS = 2048  # more are bound by arithmetic, not by the host
 
 
 def resolve_server_args(args: ServerArgs) -> ServerArgs:
@@ -121,15 +122,31 @@ def _resolve_sizes(args: ServerArgs, device: str, config: ModelConfig) -> dict[s
 
 
 def _resolve_graphs(args: ServerArgs) -> ServerArgs:
-    largest = None if args.cuda_graph_bs is None else max(args.cuda_graph_bs)
-    bound = args.cuda_graph_max_bs or largest or _DEFAULT_MAX_GRAPH_BS
-    if largest is not None and largest > bound:
-        raise ValueError(
-            f"--cuda-graph-bs has {largest}, which is above --cuda-graph-max-bs {bound}: leave out one of the two"
-        )
+    chunk = args.chunked_prefill_size
+    assert chunk is not None
+    most_tokens = _MAX_PREFILL_GRAPH_TOKENS if chunk == -1 else min(chunk, _MAX_PREFILL_GRAPH_TOKENS)
     # the torch backend plans on the host, which no captured step can do
     can_capture = args.device == "cuda" and args.attention_backend != "torch_native"
-    return args.derive(cuda_graph_max_bs=bound, disable_cuda_graph=args.disable_cuda_graph or not can_capture)
+    return args.derive(
+        cuda_graph_max_bs=_largest_graph(args, "cuda_graph_bs", "cuda_graph_max_bs", _DEFAULT_MAX_GRAPH_BS),
+        piecewise_cuda_graph_max_tokens=_largest_graph(
+            args, "piecewise_cuda_graph_tokens", "piecewise_cuda_graph_max_tokens", most_tokens
+        ),
+        disable_cuda_graph=args.disable_cuda_graph or not can_capture,
+    )
+
+
+def _largest_graph(args: ServerArgs, sizes_name: str, bound_name: str, default: int) -> int:
+    """The bound that was given, else the largest of the sizes that were, else ``default``."""
+    sizes, given = getattr(args, sizes_name), getattr(args, bound_name)
+    largest = None if sizes is None else max(sizes)
+    bound: int = given or largest or default
+    if largest is not None and largest > bound:
+        raise ValueError(
+            f"{ARG_SPECS[sizes_name].flag} has {largest}, which is above {ARG_SPECS[bound_name].flag} {bound}: leave "
+            "out one of the two"
+        )
+    return bound
 
 
 _SPEC_SETTINGS = (

@@ -91,11 +91,12 @@ class SpecConfig:
 
 @dataclass(frozen=True, slots=True)
 class GraphConfig:
-    """How decode steps run: which batch sizes they are padded to, and whether each size is captured as a graph.
+    """How steps run: which sizes they are padded to, and whether each size is captured as a graph.
 
     ``sizes`` None: a list up to ``max_size`` where steps are captured, no padding where they are not. Without ``pad``
     only batches of exactly a captured size run as graphs. ``overlap``: a captured step may be started before the
-    result of the one before it is read.
+    result of the one before it is read. ``prefill_sizes``, ``prefill_max_size``: the same for steps of prompts, in
+    tokens; they are always padded. 0: they run as they are.
     """
 
     capture: bool
@@ -103,3 +104,5 @@ class GraphConfig:
     max_size: int
     pad: bool
     overlap: bool
+    prefill_sizes: tuple[int, ...] | None = None
+    prefill_max_size: int = 0

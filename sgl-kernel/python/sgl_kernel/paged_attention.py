@@ -27,7 +27,8 @@ class PagedRows:
     positions: [T] int64, those of a request start with its lowest and stay below that plus the number of its rows;
     q_lens: rows per request; max_kv_len: no ``kv_lens`` is larger; is_extend: the rows are parts of prompts, of any
     number; otherwise every request has the same number, at most ``MAX_SPLIT_ROWS``. tree_mask: [B, N, N] uint8 or bool
-    or None: row i sees the key of row j, which is the N - j th from the end, where it is not 0.
+    or None: row i sees the key of row j, which is the N - j th from the end, where it is not 0. row_ends: [B] int64,
+    the row behind each request's last, for prompts whose ``q_lens``, then empty, only the device knows; else None.
     """
 
     req_to_token: torch.Tensor
@@ -38,8 +39,13 @@ class PagedRows:
     max_kv_len: int
     is_extend: bool
     tree_mask: torch.Tensor | None
+    row_ends: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        if self.row_ends is not None and (self.q_lens or not self.is_extend):
+            raise ValueError(
+                f"row ends on the device are for prompts of unknown lengths: {self.q_lens}, prompts: {self.is_extend}"
+            )
         uniform = len(set(self.q_lens)) == 1 and self.q_lens[0] <= MAX_SPLIT_ROWS
         if not self.is_extend and not uniform:
             raise ValueError(
@@ -52,6 +58,12 @@ class PagedRows:
                     f"a tree mask must be contiguous {list(shape)} for rows that are no prompts, "
                     f"got {list(self.tree_mask.shape)}, prompts: {self.is_extend}"
                 )
+
+    def read_q_lens(self) -> tuple[int, ...]:
+        """Rows per request, from the device if they must be."""
+        if self.row_ends is None:
+            return self.q_lens
+        return tuple(self.row_ends.diff(prepend=self.row_ends.new_zeros(1)).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +95,8 @@ PagedWork = Any
 def plan_paged_attention(rows: PagedRows, kind: HeadKind) -> PagedWork:
     """What the layers of one kind share in one forward; None on a CPU, where the reference needs nothing.
 
-    Reads no lengths back, so it may be captured in a graph (rows of prompts: their tiles come from the host, and may
-    not).
+    Reads no lengths back, so it may be captured in a graph (prompts: with ``row_ends``; else their tiles come from the
+    host).
     """
     if not rows.positions.is_cuda:
         return None
@@ -127,7 +139,7 @@ def paged_attention_torch(
     exact = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // key.shape[1]
     kv_lens, first = rows.kv_lens.tolist(), 0
-    for b, q_len in enumerate(rows.q_lens):
+    for b, q_len in enumerate(rows.read_q_lens()):
         mine = slice(first, first + q_len)
         first += q_len
         slots = rows.req_to_token[rows.req_rows[b], : kv_lens[b]].long()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fixtures.attention_cases import Problem, attend, make_problem, pick
+from fixtures.attention_cases import Problem, attend, lengths_on_device, make_problem, pick
 from fixtures.interpreter import interpreted
 from sgl_kernel.launch import triton_kernels
 from sgl_kernel.paged_attention import HeadKind, PagedRows, paged_attention, plan_paged_attention
@@ -116,6 +116,30 @@ def test_extend(kind: HeadKind) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_extend_of_lengths_that_only_the_device_knows(kind: HeadKind) -> None:
+    """The same tiles in the same order, then some without rows; the same bytes. Requests without rows have no tile."""
+    problem = make_problem(kind, [0, 5, 100, 33, 0], [1, 70, 40, 16, 9], is_extend=True)
+    captured = lengths_on_device(problem)
+    plan = triton_kernels("attention_extend").plan_extend
+    expected, tiles = plan(problem.rows, kind).tiles, plan(captured.rows, kind).tiles
+    assert len(tiles) > len(expected)
+    assert torch.equal(tiles[: len(expected)], expected) and not tiles[len(expected) :].any()
+    got = _check(captured)
+    assert torch.equal(got, attend(problem))
+    old = captured.rows
+    assert old.row_ends is not None
+    places = torch.tensor([2, 0, 0, 1, 1, 2, 3, 4, 4])
+    ends = old.row_ends[places]
+    ends[0] = 0
+    gaps = replace(old, req_rows=old.req_rows[places], kv_lens=old.kv_lens[places], row_ends=ends)
+    assert gaps.read_q_lens() == (0, 1, 0, 70, 0, 40, 16, 9, 0)
+    assert torch.equal(attend(replace(captured, rows=gaps)), got)
+    with pytest.raises(ValueError, match="for prompts of unknown lengths"):
+        replace(old, q_lens=(136,))
+
+
+@interpreted
 def test_chunks_cover_every_position_once() -> None:
     """The widths grow at fixed positions, and the count is the inverse of the starts."""
     module = triton_kernels("paged_attention")
@@ -170,6 +194,10 @@ def test_reference_and_backend_agree_with_torch_native(q_lens: tuple[int, ...], 
     got, expected = (backend.init_forward_metadata(geometry).attend(problem.q, kv) for backend in backends)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert plan_paged_attention(rows, problem.kind) is None
+    ends = torch.tensor(q_lens).cumsum(0)
+    blind = replace(geometry, q_lens_cpu=(), host=None, is_extend=True, row_ends=ends)
+    for backend, known in zip(backends, (got, expected), strict=True):
+        assert torch.equal(backend.init_forward_metadata(blind).attend(problem.q, kv), known)
 
 
 def test_rows_of_a_geometry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,11 @@ class TextConfig:
     rope_full: RopeConfig
     kv_layout: KVLayout
 
+    @property
+    def shares_kv(self) -> bool:
+        """Whether the last layers read the KV of earlier ones and have none of their own."""
+        return self.first_kv_shared_layer < self.num_layers
+
     def mlp_width(self, layer_id: int) -> int:
         wide = self.double_wide_mlp and layer_id >= self.first_kv_shared_layer
         return self.intermediate_size * (2 if wide else 1)

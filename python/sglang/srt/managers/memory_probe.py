@@ -27,9 +27,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.input_buffers import ROWS
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_configurator import KVMemory, build_kv_memory
+from sglang.srt.model_executor.prefill_programs import PrefillSteps, prefill_sizes
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args_slices import MemoryConfig
+from sglang.srt.server_args_slices import GraphConfig, MemoryConfig
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +44,13 @@ _PARAMS = SamplingParams(temperature=1.0, top_k=64, top_p=0.95, min_p=0.01)  # e
 @dataclass(frozen=True, slots=True)
 class Workload:
     """The largest forwards an engine will run: ``prefill_tokens`` in one extend, ``width`` rows for each of
-    ``batch_size`` requests in one decode step, and as many graphs as ``num_graphs``."""
+    ``batch_size`` requests in one decode step; and ``num_graphs``, those of prompts as ``graphs`` has them."""
 
     prefill_tokens: int
     batch_size: int
     width: int
     num_graphs: int
+    graphs: GraphConfig
 
 
 def measure_reserve_bytes(
@@ -59,7 +61,8 @@ def measure_reserve_bytes(
 ) -> int:
     """Run the largest extend and the largest decode step over a pool of a few tokens, whose contents do not matter.
 
-    Their peaks add up: captured steps keep their memory. The assistant's forwards are small beside the target's.
+    Captured steps keep their memory, which graphs share; steps that run as they are come on top. The assistant's
+    forwards are small beside the target's.
     """
     tokens = (-(-2 * load.width // config.page_size) + 1) * config.page_size
     small = replace(config, max_total_tokens=tokens, max_running_requests=1)
@@ -70,22 +73,29 @@ def measure_reserve_bytes(
     batch = _extend_batch(memory, load, runner.device.torch_device)
     program = _decode_program(runner, memory, backend, load)
     step = Step(load.batch_size, StepKind.SAMPLED, None, load.width)
+    captured = 0
     with torch.inference_mode():
         try:
             extend = runner.device.peak_bytes(lambda: worker.extend(batch))
             decode = runner.device.peak_bytes(lambda: program.run(step))
+            if prefill_sizes(load.graphs):
+                prompts = PrefillSteps(runner, backend, memory, replace(load.graphs, capture=False))
+                largest = Step(prompts.sizes.sizes[-1], StepKind.GREEDY, None, 1)
+                captured = runner.device.peak_bytes(lambda: prompts.runner.run(largest))
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"a prefill of {load.prefill_tokens} tokens or a decode step of {load.batch_size} requests does not "
                 "fit beside the weights: lower --chunked-prefill-size, --cuda-graph-max-bs or --context-length "
                 f"({error})"
             ) from error
-    reserve = extend + decode + load.num_graphs * _GRAPH_BYTES + _SLACK_BYTES
+    reserve = extend + max(decode, captured) + load.num_graphs * _GRAPH_BYTES + _SLACK_BYTES
     logger.info(
-        "Memory kept for forwards: %.0f MB (prefill of %d tokens %.0f MB, decode step of %d requests %.0f MB)",
+        "Memory kept for forwards: %.0f MB (prefill of %d tokens %.0f MB, captured prefill %.0f MB, decode step of %d "
+        "requests %.0f MB)",
         reserve / 1e6,
         load.prefill_tokens,
         extend / 1e6,
+        captured / 1e6,
         load.batch_size,
         decode / 1e6,
     )

@@ -18,8 +18,7 @@ from sglang.srt.layers.grammar_mask import apply_grammar_masks
 from sglang.srt.layers.logit_controls import apply_logit_controls
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import sample_tokens
-from sglang.srt.managers.schedule_batch import GenerationBatchResult, Req, ScheduleBatch
-from sglang.srt.mem_cache.kv_view import ReadOnlyKVPool
+from sglang.srt.managers.schedule_batch import GenerationBatchResult, ScheduleBatch
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, EagerRunner, Runner, batch_sizes
 from sglang.srt.model_executor.decode_loop import DecodeLoop
 from sglang.srt.model_executor.decode_programs import StepBuffers, TargetDecodeProgram
@@ -37,6 +36,7 @@ from sglang.srt.model_executor.input_buffers import ROWS
 from sglang.srt.model_executor.mixed_forward import MixedForward
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_configurator import KVMemory
+from sglang.srt.model_executor.prefill_programs import PrefillSteps, prefill_sizes, tail_batch
 from sglang.srt.sampling.logprobs import ReqOutputs
 from sglang.srt.server_args_slices import GraphConfig
 from sglang.srt.speculative.spec_info import SpecCapabilities
@@ -56,8 +56,10 @@ class TpModelWorker:
         *,
         capture_hidden: bool = False,
         graphs: GraphConfig | None = None,
+        decodes: bool = True,
     ) -> None:
-        """``graphs``: how its decode steps run; None for a worker whose decode steps are somebody else's."""
+        """``graphs``: how its steps run; without them it has no decode steps, and prompts run as they are.
+        ``decodes`` False: its decode steps are somebody else's."""
         self.runner = runner
         self.memory = memory
         self.backend = backend
@@ -68,7 +70,12 @@ class TpModelWorker:
         self.capabilities = SpecCapabilities(
             max_tokens_per_step=1, max_drafts=0, needs_draft_kv=False, supports_overlap=overlap
         )
-        self._loop = None if graphs is None else self._decode_loop(graphs)
+        # graphs of prompts and of decode steps, whoever runs these, share their memory: no two run at once
+        self.graph_pool = torch.cuda.graph_pool_handle() if graphs is not None and graphs.capture else None
+        self._prefill = None
+        if graphs is not None and prefill_sizes(graphs):
+            self._prefill = PrefillSteps(runner, backend, memory, graphs, self.graph_pool)
+        self._loop = None if graphs is None or not decodes else self._decode_loop(graphs)
 
     def kv_reader(self) -> KVMemory:
         """The only way to this worker's KV for another worker: read-only."""
@@ -129,8 +136,12 @@ class TpModelWorker:
         return self.loop.can_run_ahead(batch)
 
     def capture_graphs(self) -> None:
-        """Once, before the first step."""
-        self.loop.capture()
+        """Once, before the first step. Prompts first: they need most memory, in which the others find room."""
+        if self._prefill is not None:
+            with torch.inference_mode():
+                self._prefill.capture()
+        if self._loop is not None:
+            self._loop.capture()
 
     def _extend(self, batch: ScheduleBatch, forward: TargetPass | None) -> GenerationBatchResult:
         tokens, _, outputs = self.extend(batch, forward)
@@ -145,23 +156,17 @@ class TpModelWorker:
         Returns the token after each request's last position [B], the hidden state there [B, H] (or None), and what
         requests asked for beside. ``forward``: the target's pass, if it is not for these rows alone.
         """
-        starts = [req.committed_len for req in batch.reqs]
-        ids = np.concatenate(
-            [
-                np.asarray(req.token_ids[s : s + n], dtype=np.int64)
-                for req, s, n in zip(batch.reqs, starts, batch.extend_lens, strict=True)
-            ]
-        )
-        mode = CaptureHiddenMode.LAST if self.capture_hidden else CaptureHiddenMode.NULL
         kept = kept_rows(batch.reqs, batch.extend_lens)
-        if kept is not None:
-            mode = CaptureHiddenMode.FULL
-        fb = self._extend_batch(batch.reqs, self._tensor(ids), batch.extend_lens, mode, kept)
-        out: LogitsProcessorOutput = (forward or self.runner.model.forward)(fb)
-        ends = [s + n for s, n in zip(starts, batch.extend_lens, strict=True)]
-        newest = torch.zeros((1, 1), dtype=torch.int64, device=self._device)
+        out = None
+        if self._prefill is not None and forward is None and kept is None:
+            out = self._prefill.run(batch)
+        if out is None:
+            out = (forward or self.runner.model.forward)(self._extend_batch(batch, kept))
+        ends = [req.committed_len + n for req, n in zip(batch.reqs, batch.extend_lens, strict=True)]
         for b, req in enumerate(batch.reqs):
-            if ends[b] == len(req.token_ids):  # the token after a prompt that is not complete means nothing
+            # the token after a prompt that is not complete means nothing
+            if req.needs_host and ends[b] == len(req.token_ids):
+                newest = torch.zeros((1, 1), dtype=torch.int64, device=self._device)
                 apply_logit_controls(out.next_token_logits[b : b + 1], (req,), newest)
                 apply_grammar_masks(out.next_token_logits[b : b + 1], (req,), newest)
         tokens = sample_tokens(out.next_token_logits, batch.sampling_info, self._tensor(np.array(ends) - 1))
@@ -169,7 +174,8 @@ class TpModelWorker:
             return tokens, out.hidden_states, ()
         assert out.hidden_states is not None
         # without layers that share KV, every row of the prompts went all the way
-        last, hidden = np.cumsum(batch.extend_lens if fb.tail is None else kept) - 1, out.hidden_states
+        shares_kv, hidden = self.runner.config.text.shares_kv, out.hidden_states
+        last = np.cumsum(kept if shares_kv else batch.extend_lens) - 1
         states = [hidden[end - n + 1 : end + 1] for end, n in zip(last, kept, strict=True)]
         extended = ExtendedRows(ends, states, out.next_token_logits, tokens)
         outputs = extended.outputs(batch.reqs, self.runner.model.compute_logits)
@@ -196,6 +202,7 @@ class TpModelWorker:
             "weights_bytes": self.runner.weight_bytes,
             "architecture": self.runner.config.architecture,
             "decode_batch_sizes": () if self._loop is None else self._loop.sizes.sizes,
+            "prefill_sizes": () if self._prefill is None else self._prefill.sizes.sizes,
         }
 
     def _decode_loop(self, graphs: GraphConfig) -> DecodeLoop:
@@ -206,7 +213,7 @@ class TpModelWorker:
         sizes = batch_sizes(graphs, memory.max_requests)
         runner: Runner = EagerRunner(program)
         if graphs.capture:
-            runner = CudaGraphRunner(program, sizes.sizes)
+            runner = CudaGraphRunner(program, sizes.sizes, pool=self.graph_pool)
         return DecodeLoop(rows, out, runner, sizes, self.kv_manager, FixedLength((0,)), self.runner.device.clock)
 
     @property
@@ -216,37 +223,35 @@ class TpModelWorker:
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
 
-    def _extend_batch(
-        self,
-        reqs: tuple[Req, ...],
-        input_ids: torch.Tensor,
-        q_lens: tuple[int, ...],
-        capture: CaptureHiddenMode,
-        kept: tuple[int, ...] | None,
-    ) -> ForwardBatch:
-        """The next ``q_lens[b]`` positions of each request, in slots it owns. ``kept``: how many of its last rows are
-        wanted to the end, None for one each."""
-        kvs = [req.kv for req in reqs]
-        assert all(kv is not None for kv in kvs), "a request without KV cannot run"
+    def _extend_batch(self, batch: ScheduleBatch, kept: tuple[int, ...] | None) -> ForwardBatch:
+        """The next positions of each request, in slots it owns. ``kept``: how many of its last rows are wanted to the
+        end, None for one each."""
+        q_lens, kvs = batch.extend_lens, [req.kv for req in batch.reqs if req.kv is not None]
+        assert len(kvs) == len(batch.reqs), "a request without KV cannot run"
         self.kv_manager.show_device()
-        starts = tuple(kv.committed_len for kv in kvs)  # type: ignore[union-attr]
+        starts = tuple(kv.committed_len for kv in kvs)
         ends = tuple(s + n for s, n in zip(starts, q_lens, strict=True))
+        spans = list(zip(batch.reqs, kvs, starts, ends, strict=True))
+        ids = np.concatenate([np.asarray(req.token_ids[s:e], dtype=np.int64) for req, _, s, e in spans])
+        locs = np.concatenate([self.kv_manager.locs(kv, s, e) for _, kv, s, e in spans])
+        input_ids = self._tensor(ids)
         positions = self._tensor(np.concatenate([np.arange(s, e) for s, e in zip(starts, ends, strict=True)]))
-        locs = [self.kv_manager.locs(kv, s, e) for kv, s, e in zip(kvs, starts, ends, strict=True)]  # type: ignore[arg-type]
-        req_rows = self._tensor(np.array([kv.req_pool_idx for kv in kvs]))  # type: ignore[union-attr]
+        req_rows = self._tensor(np.array([kv.req_pool_idx for kv in kvs]))
         geometry = AttnGeometry.from_host(req_rows, positions, q_lens, HostLens(ends, starts), is_extend=True)
+        mode = CaptureHiddenMode.LAST if self.capture_hidden else CaptureHiddenMode.NULL
+        if kept is not None:
+            mode = CaptureHiddenMode.FULL
         logits_rows, tail = self._tensor(np.cumsum(q_lens) - 1), None
-        text = self.runner.config.text
-        if text.first_kv_shared_layer < text.num_layers:
-            tail = self._tail(q_lens, kept or (1,) * len(reqs), geometry, input_ids, capture)
+        if self.runner.config.text.shares_kv:
+            tail = self._tail(q_lens, kept or (1,) * len(kvs), geometry, input_ids, mode)
         return ForwardBatch(
             mode=ForwardMode.EXTEND,
             input_ids=input_ids,
             positions=positions,
             token_to_kv_pool=self.memory.pool,
-            out_cache_loc=self._tensor(np.concatenate(locs)),
+            out_cache_loc=self._tensor(locs),
             attn=self.backend.init_forward_metadata(geometry),
-            capture_hidden_mode=capture,
+            capture_hidden_mode=mode,
             logits_rows=logits_rows,
             tail=tail,
         )
@@ -263,20 +268,11 @@ class TpModelWorker:
         rows = self._tensor(
             np.concatenate([np.arange(end - n, end) for end, n in zip(np.cumsum(q_lens), kept, strict=True)])
         )
-        positions, only_last = geometry.positions[rows], max(kept) == 1
+        only_last = max(kept) == 1
         assert geometry.host is not None
         ends = geometry.host.kv_lens
         host = HostLens(ends, tuple(end - n for end, n in zip(ends, kept, strict=True)))
+        positions = geometry.positions[rows]
         last = replace(geometry, positions=positions, q_lens_cpu=kept, host=host, is_extend=not only_last)
-        batch = ForwardBatch(
-            mode=ForwardMode.DECODE if only_last else ForwardMode.EXTEND,
-            input_ids=input_ids[rows],
-            positions=positions,
-            token_to_kv_pool=ReadOnlyKVPool(self.memory.pool),
-            out_cache_loc=None,
-            attn=self.backend.init_forward_metadata(last),
-            capture_hidden_mode=capture,
-            logits_rows=None if only_last else self._tensor(np.cumsum(kept) - 1),
-            tail=None,
-        )
-        return TailBatch(rows, batch)
+        logits_rows = None if only_last else self._tensor(np.cumsum(kept) - 1)
+        return tail_batch(rows, input_ids, last, self.memory, self.backend, capture, logits_rows)

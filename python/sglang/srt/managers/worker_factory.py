@@ -15,6 +15,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.cuda_graph_runner import batch_sizes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_configurator import build_kv_memory
+from sglang.srt.model_executor.prefill_programs import prefill_sizes
 from sglang.srt.models.gemma4_mtp import check_pair
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.device import make_device
@@ -60,7 +61,7 @@ def create_worker(args: ServerArgs, group: TpGroup | None = None) -> ModelWorker
     if spec is None or draft_runner is None:
         worker = TpModelWorker(runner, memory, backend, graphs=graphs)
     else:
-        target = TpModelWorker(runner, memory, backend, capture_hidden=True)
+        target = TpModelWorker(runner, memory, backend, capture_hidden=True, graphs=graphs, decodes=False)
         workers = OVERLAPPED_ALGORITHMS if graphs.overlap else SPECULATIVE_ALGORITHMS
         worker = load_entry(workers, spec.algorithm)(draft_runner, target, backend, spec, graphs)
     worker.capture_graphs()
@@ -73,4 +74,5 @@ def _workload(args: ServerArgs, width: int) -> Workload:
     prefill_tokens = schedule.chunked_prefill_size or max(memory.context_length, schedule.max_prefill_tokens)
     sizes = batch_sizes(graphs, memory.max_running_requests or graphs.max_size).sizes
     batch_size = sizes[-1] if sizes else min(graphs.max_size, memory.max_running_requests or graphs.max_size)
-    return Workload(prefill_tokens, batch_size, width, num_graphs=2 * len(sizes))
+    num_graphs = 2 * len(sizes) + len(prefill_sizes(graphs))
+    return Workload(prefill_tokens, batch_size, width, num_graphs, graphs)

@@ -57,6 +57,19 @@ class Step:
     mixed: MixedForward | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class GraphFlags:
+    """How a user changes what is captured; ``unit``: what sizes count."""
+
+    unit: str
+    largest: str
+    sizes: str
+    off: str
+
+
+_DECODE_FLAGS = GraphFlags("batch size", "--cuda-graph-max-bs", "--cuda-graph-bs", "--disable-cuda-graph")
+
+
 class GraphProgram(Protocol):
     """``samples``: whether its work differs between GREEDY and SAMPLED."""
 
@@ -119,12 +132,18 @@ class CudaGraphRunner:
     """
 
     def __init__(
-        self, program: GraphProgram, sizes: Sequence[int], widths: Sequence[int] = (1,), pool: Any = None
+        self,
+        program: GraphProgram,
+        sizes: Sequence[int],
+        widths: Sequence[int] = (1,),
+        pool: Any = None,
+        flags: GraphFlags = _DECODE_FLAGS,
     ) -> None:
         """``pool``: a handle of ``torch.cuda.graph_pool_handle`` to share; by default one of its own."""
         self.program = program
         self._sizes = tuple(sizes)
         self._widths = tuple(widths)
+        self._flags = flags
         self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self._graphs: dict[tuple[int, StepKind, int], torch.cuda.CUDAGraph] = {}
 
@@ -142,9 +161,10 @@ class CudaGraphRunner:
                     step = Step(size, kind, None, width)
                     self._graphs[self._key(step)] = self._capture(step, stream)
         logger.info(
-            "Captured %s: %d graphs for batches up to %d in %.1f s, %.0f MB",
+            "Captured %s: %d graphs, %s up to %d, in %.1f s, %.0f MB",
             self.program.name,
             len(self._graphs),
+            self._flags.unit,
             max(self._sizes),
             time.perf_counter() - start,
             (free - torch.cuda.mem_get_info()[0]) / 1e6,
@@ -162,7 +182,8 @@ class CudaGraphRunner:
         return step.size, StepKind.GREEDY if greedy else step.kind, step.width
 
     def _capture(self, step: Step, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-        what = f"capturing {self.program.name} ({step.kind.value}) for batch size {step.size}"
+        flags = self._flags
+        what = f"capturing {self.program.name} ({step.kind.value}) for {flags.unit} {step.size}"
         graph = torch.cuda.CUDAGraph()
         try:
             stream.wait_stream(torch.cuda.current_stream())
@@ -174,13 +195,13 @@ class CudaGraphRunner:
                 self.program.run(step)
         except torch.OutOfMemoryError as error:
             raise GraphCaptureError(
-                f"{what} ran out of memory: lower --mem-fraction-static or --cuda-graph-max-bs, or give "
-                f"--disable-cuda-graph ({error})"
+                f"{what} ran out of memory: lower --mem-fraction-static or {flags.largest}, or give {flags.off} "
+                f"({error})"
             ) from error
         except Exception as error:  # whatever a kernel raises, the size that met it has to be named
             raise GraphCaptureError(
-                f"{what} failed ({type(error).__name__}: {error}): leave the size out with --cuda-graph-bs, or give "
-                "--disable-cuda-graph"
+                f"{what} failed ({type(error).__name__}: {error}): leave the size out with {flags.sizes}, or give "
+                f"{flags.off}"
             ) from error
         return graph
 

@@ -12,9 +12,8 @@ import torch
 
 from sgl_kernel.sampling import TOP_K_ALL
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.model_executor.input_buffers import ROWS, InputBuffers, buffer
+from sglang.srt.model_executor.input_buffers import ROWS, InputBuffers, StagedBuffers, buffer
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.utils.device import Staging
 
 NO_CAP = 1 << 30
 
@@ -57,17 +56,12 @@ class ResidentRows:
     """``DecodeRows`` on the device, and the host memory they are filled from by one copy."""
 
     def __init__(self, max_rows: int, dummy_row: int, device: torch.device) -> None:
-        sizes = {ROWS: max_rows, "dummy_row": dummy_row}
-        self._staging = Staging(device)
-        self.device = DecodeRows.allocate(sizes, torch.float32, device)
-        self._host = self.device
-        if self._staging.is_pinned:
-            self._host = DecodeRows.allocate(sizes, torch.float32, torch.device("cpu"), pinned=True)
+        self._buffers = StagedBuffers(DecodeRows, {ROWS: max_rows, "dummy_row": dummy_row}, device)
+        self.device = self._buffers.device
 
     def load(self, reqs: Sequence[Req], size: int, *, sampling: bool) -> None:
         """The state of ``reqs`` in the first rows, padding up to ``size``. ``sampling``: their controls too."""
-        self._staging.wait()
-        host, num = self._host, len(reqs)
+        host, num = self._buffers.fill(), len(reqs)
         host.first(size).pad(0)
         kvs = [req.kv for req in reqs]
         host.req_pool_indices[:num] = torch.tensor([kv.req_pool_idx for kv in kvs if kv is not None])
@@ -77,16 +71,15 @@ class ResidentRows:
         host.max_drafts[:num] = torch.tensor(draft_caps(reqs))
         host.seeds[:num] = torch.tensor([req.seed for req in reqs])
         if sampling:
-            self._load_sampling(reqs)
-        if self._host is not self.device:
-            self._staging.send(host.block, self.device.block)
+            _load_sampling(host.first(num), reqs)
+        self._buffers.send()
 
-    def _load_sampling(self, reqs: Sequence[Req]) -> None:
-        host = self._host.first(len(reqs))
-        params, seeds = [req.params for req in reqs], [req.seed for req in reqs]
-        info = SamplingBatchInfo.from_params(params, seeds, host.seeds.device)
-        host.greedy.copy_(info.greedy)
-        host.temperatures.copy_(info.temperatures)
-        for control, values in ((host.top_ks, info.top_ks), (host.top_ps, info.top_ps), (host.min_ps, info.min_ps)):
-            if values is not None:
-                control.copy_(values)
+
+def _load_sampling(host: DecodeRows, reqs: Sequence[Req]) -> None:
+    params, seeds = [req.params for req in reqs], [req.seed for req in reqs]
+    info = SamplingBatchInfo.from_params(params, seeds, host.seeds.device)
+    host.greedy.copy_(info.greedy)
+    host.temperatures.copy_(info.temperatures)
+    for control, values in ((host.top_ks, info.top_ks), (host.top_ps, info.top_ps), (host.min_ps, info.min_ps)):
+        if values is not None:
+            control.copy_(values)

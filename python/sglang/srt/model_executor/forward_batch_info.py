@@ -50,7 +50,8 @@ class AttnGeometry:
     max_kv_len: no request's ``kv_lens`` is larger; host: the lengths as the host has them, None in a captured forward,
     whose lengths are known on the device only; is_extend: rows of prompts, which are computed alike however many of
     them a request has in this forward; tree_mask: [B, N, N] uint8 or bool, for N rows per request whose keys are the
-    last N: row i sees row j's key where it is set (None: by position).
+    last N: row i sees row j's key where it is set (None: by position); row_ends: [B] int64, the row behind each
+    request's last, in a captured forward of prompts, whose ``q_lens_cpu`` is empty. A request may have no row there.
     """
 
     req_pool_indices: torch.Tensor
@@ -61,6 +62,7 @@ class AttnGeometry:
     host: HostLens | None
     is_extend: bool = False
     tree_mask: torch.Tensor | None = None
+    row_ends: torch.Tensor | None = None
 
     @classmethod
     def from_host(

@@ -10,9 +10,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+
+from sglang.srt.utils.device import Staging
 
 ROWS = "rows"
 _ALIGNMENT = 256  # of each field in the common block; kernels may assume at least 16
@@ -110,3 +112,25 @@ class InputBuffers:
             values: torch.Tensor = getattr(self, name)
             stop = values.shape[spec.axis] if end is None else end
             values.narrow(spec.axis, start, stop - start).fill_(self.pads[name])
+
+
+class StagedBuffers(Generic[T]):
+    """Buffers on the ``device``, and the host memory that they are filled from by one copy."""
+
+    def __init__(self, kind: type[T], sizes: Mapping[str, float], device: torch.device) -> None:
+        """``kind`` has no field of the model's type."""
+        self._staging = Staging(device)
+        self.device = kind.allocate(sizes, torch.float32, device)
+        self._host = self.device
+        if self._staging.is_pinned:
+            self._host = kind.allocate(sizes, torch.float32, torch.device("cpu"), pinned=True)
+
+    def fill(self) -> T:
+        """Where to write what is to be sent."""
+        self._staging.wait()
+        return self._host
+
+    def send(self) -> None:
+        """Everything that was written."""
+        if self._host is not self.device:
+            self._staging.send(self._host.block, self.device.block)

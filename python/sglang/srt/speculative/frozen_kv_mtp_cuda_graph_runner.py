@@ -184,9 +184,9 @@ class FrozenKVMTPCudaGraphRunner(CudaGraphRunner):
     """Replays a round as one graph, or (``separate``) as a graph per stage, which is how stages are timed."""
 
     def __init__(
-        self, program: FrozenKVMTPRound, sizes: Sequence[int], widths: Sequence[int], *, separate: bool
+        self, program: FrozenKVMTPRound, sizes: Sequence[int], widths: Sequence[int], pool: Any, *, separate: bool
     ) -> None:
-        super().__init__(program, sizes, widths)
+        super().__init__(program, sizes, widths, pool)
         stages = program.stages if separate else ()
         self.stages = tuple(CudaGraphRunner(stage, sizes, widths, self._pool) for stage in stages)
 

@@ -77,6 +77,7 @@ class FrozenKVMTPWorker(TpModelWorker):
         self._loop = self._round_loop(graphs)
 
     def capture_graphs(self) -> None:
+        self.target.capture_graphs()
         super().capture_graphs()
         if self._adaptive is not None:
             with torch.inference_mode():
@@ -179,7 +180,8 @@ class FrozenKVMTPWorker(TpModelWorker):
         runner: Runner = EagerRunner(self.round)
         if graphs.capture:
             widths, separate = [n + 1 for n in lengths], SGLANG_SPEC_SEPARATE_GRAPHS.get()
-            runner = FrozenKVMTPCudaGraphRunner(self.round, sizes.sizes, widths, separate=separate)
+            pool = self.target.graph_pool
+            runner = FrozenKVMTPCudaGraphRunner(self.round, sizes.sizes, widths, pool, separate=separate)
         self._adaptive = AdaptiveLength(lengths) if self.spec.adaptive else None
         length: DraftLength = FixedLength(lengths)
         if self._adaptive is not None:

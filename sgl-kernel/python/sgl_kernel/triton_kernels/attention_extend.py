@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 
 from sgl_kernel.triton_kernels.attention_core import check_layout, fold_keys
-from sgl_kernel.triton_kernels.common import dot_precision, options, release_dependents, wait_for_inputs
+from sgl_kernel.triton_kernels.common import (
+    cdiv,
+    dot_precision,
+    next_power_of_2,
+    options,
+    release_dependents,
+    wait_for_inputs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,8 @@ def extend_kernel(
     if WINDOW > 0:
         lowest = tl.load(positions_ptr + first).to(tl.int32) - WINDOW + 1
         start = tl.maximum(lowest, 0) // BLOCK_N * BLOCK_N
-    last = tl.load(positions_ptr + first + number - 1).to(tl.int32)
+    # a tile without rows, of which a plan on the device has some, sees no key
+    last = tl.load(positions_ptr + first + number - 1, mask=number > 0, other=-1).to(tl.int32)
     end = tl.minimum(tl.load(kv_lens_ptr + request).to(tl.int32), last + 1)
     slots_ptr = table_ptr + tl.load(req_rows_ptr + request) * table_stride
     _, total, acc = fold_keys(
@@ -76,9 +84,29 @@ def extend_kernel(
     tl.store(out_ptr + at[:, None] + tl.arange(0, D_OUT)[None, :], out.to(out_ptr.dtype.element_ty), mask=ok[:, None])
 
 
+@triton.jit
+def tiles_kernel(row_ends_ptr, tiles_ptr, batch, step, BLOCK_B: tl.constexpr):
+    """Program j lists the j-th tile of every request that has so many. Late tiles, with most keys, come first."""
+    wait_for_inputs()
+    index = tl.program_id(0)
+    b = tl.arange(0, BLOCK_B)
+    real = b < batch
+    end = tl.load(row_ends_ptr + b, mask=real, other=0).to(tl.int32)
+    start = tl.load(row_ends_ptr + b - 1, mask=real & (b > 0), other=0).to(tl.int32)
+    number = tl.where(real, (end - start + step - 1) // step, 0)
+    has = number > index
+    at = tl.sum(tl.maximum(number - index - 1, 0)) + tl.cumsum(has.to(tl.int32)) - 1
+    first = start + index * step
+    tile = tiles_ptr + 3 * at
+    tl.store(tile, b, mask=has)
+    tl.store(tile + 1, first, mask=has)
+    tl.store(tile + 2, tl.minimum(step, end - first), mask=has)
+
+
 @dataclass(frozen=True, slots=True)
 class ExtendWork:
-    """tiles: [num_tiles, 3] int32 (request, first row of the batch, number of rows), those with most keys first."""
+    """tiles: [num_tiles, 3] int32 (request, first row of the batch, number of rows), those with most keys first. One
+    made on the device is as large as it may have to be: unused tiles are the last, and have no rows."""
 
     config: ExtendConfig
     tiles: torch.Tensor
@@ -88,6 +116,8 @@ def plan_extend(rows, kind):
     """Cut every request's rows into tiles that share a KV head's queries."""
     config = extend_config(kind)
     step = config.block_m // (kind.num_heads // kind.num_kv_heads)
+    if rows.row_ends is not None:
+        return ExtendWork(config, _tiles_on_device(rows.row_ends, rows.positions.shape[0], step))
     tiles, first = [], 0
     for request, q_len in enumerate(rows.q_lens):
         tiles += [(offset, request, first + offset, min(step, q_len - offset)) for offset in range(0, q_len, step)]
@@ -97,11 +127,20 @@ def plan_extend(rows, kind):
     return ExtendWork(config, table.to(rows.positions.device))
 
 
+def _tiles_on_device(row_ends, num_rows, step):
+    """As above, from lengths that are not read back."""
+    batch = row_ends.shape[0]
+    tiles = torch.zeros((num_rows // step + batch, 3), dtype=torch.int32, device=row_ends.device)
+    tiles_kernel[(cdiv(num_rows, step),)](row_ends, tiles, batch, step, BLOCK_B=next_power_of_2(batch), **options(1))
+    return tiles
+
+
 def attend_extend(q, key, value, rows, kind, work):
     """``q`` [T, H, D], the rows of each request consecutive -> [T, H, D], contiguous."""
     check_layout(q, key, value, kind)
-    if q.shape[0] != sum(rows.q_lens):
-        raise ValueError(f"q has {q.shape[0]} rows, but {sum(rows.q_lens)} were planned")
+    planned = sum(rows.q_lens) if rows.row_ends is None else rows.positions.shape[0]
+    if q.shape[0] != planned:
+        raise ValueError(f"q has {q.shape[0]} rows, but {planned} were planned")
     config = work.config
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     extend_kernel[(work.tiles.shape[0] * kind.num_kv_heads * config.value_parts,)](

@@ -7,7 +7,7 @@ padded product; layers that read the same KV (shared or borrowed layers, all ste
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +56,8 @@ class TorchNativeAttnBackend:
 
 
 def _groups(g: AttnGeometry) -> list[_Group]:
+    if g.row_ends is not None:
+        g = _with_row_counts(g, g.row_ends)
     num = len(g.q_lens_cpu)
     host = g.host or _read_lens(g)
     lens = sorted(set(g.q_lens_cpu))
@@ -93,6 +95,19 @@ def _groups(g: AttnGeometry) -> list[_Group]:
             )
         )
     return groups
+
+
+def _with_row_counts(g: AttnGeometry, row_ends: torch.Tensor) -> AttnGeometry:
+    """``g`` without the requests that have no row, and with the number of rows of each on the host."""
+    counts = row_ends.diff(prepend=row_ends.new_zeros(1))
+    there = counts.nonzero().view(-1)
+    return replace(
+        g,
+        req_pool_indices=g.req_pool_indices[there],
+        kv_lens=g.kv_lens[there],
+        q_lens_cpu=tuple(counts[there].tolist()),
+        row_ends=None,
+    )
 
 
 def _read_lens(g: AttnGeometry) -> HostLens:

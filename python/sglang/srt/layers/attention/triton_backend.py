@@ -40,6 +40,7 @@ class TritonAttnBackend:
                 geometry.max_kv_len,
                 geometry.is_extend or not uniform,
                 geometry.tree_mask,
+                geometry.row_ends,
             )
         )
 
