@@ -53,15 +53,17 @@ def decode_config(kind):
     """For one kind of layer, as measured on an H200. Narrow chunks give few KV heads enough programs and short contexts
     a short way; wide ones save partial results."""
     group, width, kv_heads = kind.num_heads // kind.num_kv_heads, kind.head_dim, kind.num_kv_heads
-    chunk = 64 if kv_heads <= 8 else 128
     if kind.dtype.itemsize == 4:
-        return DecodeConfig(chunk, 16, 32 if width <= 128 else 16, 1, 4, 1, 2)
-    if group <= 4:  # 16 rows hold several tokens
-        return DecodeConfig(chunk, 16, 32, 1, 4, 5, 1) if width == 512 else DecodeConfig(chunk, 16, 64, 1, 4, 3, 2)
+        return DecodeConfig(64 if kv_heads <= 8 else 128, 16, 32 if width <= 128 else 16, 1, 4, 1, 2)
+    # slots are read a stage before keys and values, so five stages are the least with a tile on its way during another
     if width < 512:
-        return DecodeConfig(chunk, 64, 32, 1, 4, 5, 1)
+        if kv_heads < 8:
+            return DecodeConfig(64, 16, 64, 1, 4, 3, 2)
+        return DecodeConfig(128, 16, 64 if kv_heads == 8 else 32, 1, 4, 5, 2)
+    if group <= 4:  # 16 rows hold several tokens
+        return DecodeConfig(64, 16, 32, 1, 4, 5, 1)
     if group <= 8 and kv_heads <= 2:
-        return DecodeConfig(chunk, 32, 32, 1, 4, 3, 1)
+        return DecodeConfig(64, 32, 32, 1, 4, 5, 1)
     # 64 rows need four warps: eight would repeat each other's scores. 512 columns of sums are too many for their
     # registers, so two programs take half of them each
     return DecodeConfig(128 if kv_heads <= 2 else 256, 64, 32, 2, 4, 5, 1)
