@@ -119,10 +119,11 @@ def collectives_of(device: str, run: Callable[[], None]) -> Collectives | None:
 def report_cell(report: Report, work: Work, size: int, cell: Cell, alone: Cell) -> None:
     """``alone``: the same on the fewest ranks."""
     what, compare = "round" if cell.num_steps else "pass", alone is not cell
+    kind = ", NCCL only" if size > 1 and work.args.disable_custom_all_reduce else ""
 
     def add(metric: str, value: float, unit: str, limit: float | None = None) -> None:
         where = {"batch": cell.batch, "context": work.args.context_len, "steps": cell.num_steps}
-        report.add(work.pair.name, f"{metric}, tp {size}", value, unit, limit=limit if compare else None, **where)
+        report.add(work.pair.name, f"{metric}, tp {size}{kind}", value, unit, limit=limit if compare else None, **where)
 
     add(f"{what} time", cell.seconds * 1e3, "ms", alone.seconds * 1e3)
     add(f"{what} time on the device", cell.device_seconds * 1e3, "ms", alone.device_seconds * 1e3)
@@ -145,7 +146,8 @@ def measure_model(args: argparse.Namespace, report: Report, pair: Pair) -> None:
     work = Work(args, pair, (0, steps) if steps else (0,))
     alone: list[Cell] = []
     for size in args.tp_size:
-        cells = run_ranks(size, measure_rank, work, {}, args.device, DEADLINE_S)[0]
+        custom = not args.disable_custom_all_reduce
+        cells = run_ranks(size, measure_rank, work, {}, args.device, DEADLINE_S, custom)[0]
         alone = alone or cells
         for cell, least in zip(cells, alone, strict=True):
             report_cell(report, work, size, cell, least)
@@ -160,6 +162,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-steps", type=int, help="drafts per round; 0: passes only; default: the model's own")
     parser.add_argument("--accept-len", type=float, default=2.5, help="simulated tokens per round")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--disable-custom-all-reduce", action="store_true", help="as of the server")
     add_common_arguments(parser)
     args = parser.parse_args(argv)
     if args.device == "cuda" and max(args.tp_size) > torch.cuda.device_count():

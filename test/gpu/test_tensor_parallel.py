@@ -14,6 +14,8 @@ from fixtures.tp_ranks import run_ranks
 from sglang.srt.utils.env import SGLANG_DEBUG_TP_CONSISTENCY
 
 pytestmark = pytest.mark.cuda
+# kernels of many shapes are compiled first
+DEADLINE_S = 300.0
 ENVIRONMENT = {SGLANG_DEBUG_TP_CONSISTENCY.name: "1"}
 
 
@@ -31,8 +33,8 @@ def test_gpus_say_what_one_does(size: int, tiny_checkpoints: Path) -> None:
         pytest.skip(f"needs {size} CUDA devices")
     cases = cases_on(tiny_checkpoints, KINDS)
     # in a process of its own, so that this one holds no memory of the first card
-    (alone,) = run_ranks(1, all_answers, cases, {}, "cuda")
-    of_ranks = run_ranks(size, all_answers, cases, ENVIRONMENT, "cuda")
+    (alone,) = run_ranks(1, all_answers, cases, {}, "cuda", DEADLINE_S)
+    of_ranks = run_ranks(size, all_answers, cases, ENVIRONMENT, "cuda", DEADLINE_S)
     wrong = [
         f"{dataclasses.replace(case, target=Path(case.target.name), assistant=Path())} rank {rank}: {got} is not {want}"
         for rank, found in enumerate(of_ranks)
