@@ -7,6 +7,8 @@ import torch
 
 from sglang.srt.utils.device import Staging
 
+_BYTES_OF_INDEX, _BYTES_OF_SLOT = 8, 4
+
 
 class ReqToTokenPool:
     """A table of rows, one per open request: ``row[position] = slot``.
@@ -35,7 +37,7 @@ class ReqToTokenPool:
         self._in_use = [False] * max_requests
         self._unseen: list[tuple[int, int, int]] = []  # (row, start, end) the device does not know of yet
         self._staging = Staging(device)
-        self._host_block = torch.empty(0, dtype=torch.int64)
+        self._host_block = torch.empty(0, dtype=torch.uint8)
 
     @property
     def available(self) -> int:
@@ -68,24 +70,30 @@ class ReqToTokenPool:
         if not self._unseen:
             return
         count = sum(end - start for _, start, end in self._unseen)
-        block = self._block_of(2 * count)
-        indices, slots = block[:count].numpy(), block[count:].numpy()
-        at = 0
+        block = self._block_of(_BYTES_OF_INDEX * count + _BYTES_OF_SLOT * count)
+        indices, slots = _parts(block, count)
+        host_indices, host_slots, at = indices.numpy(), slots.numpy(), 0
         for row, start, end in self._unseen:
             stop, first = at + end - start, row * self.max_len + start
-            indices[at:stop] = np.arange(first, first + stop - at)
-            slots[at:stop] = self.host[row, start:end]
+            host_indices[at:stop] = np.arange(first, first + stop - at)
+            host_slots[at:stop] = self.host[row, start:end]
             at = stop
         self._unseen.clear()
-        sent = torch.empty(2 * count, dtype=torch.int64, device=self.req_to_token.device)
+        sent = torch.empty(block.shape, dtype=torch.uint8, device=self.req_to_token.device)
         self._staging.send(block, sent)
         # a position written twice is in the list twice, with the same newest slot
-        self.req_to_token.view(-1).index_copy_(0, sent[:count], sent[count:].to(torch.int32))
+        self.req_to_token.view(-1).index_copy_(0, *_parts(sent, count))
 
-    def _block_of(self, num_values: int) -> torch.Tensor:
-        """Host memory for ``num_values`` that no copy is reading any more."""
+    def _block_of(self, num_bytes: int) -> torch.Tensor:
+        """``num_bytes`` of host memory that no copy is reading any more."""
         self._staging.wait()
-        if self._host_block.shape[0] < num_values:
-            capacity = max(1024, 1 << (num_values - 1).bit_length())
-            self._host_block = torch.empty(capacity, dtype=torch.int64, pin_memory=self._staging.is_pinned)
-        return self._host_block[:num_values]
+        if self._host_block.shape[0] < num_bytes:
+            capacity = max(4096, 1 << (num_bytes - 1).bit_length())
+            self._host_block = torch.empty(capacity, dtype=torch.uint8, pin_memory=self._staging.is_pinned)
+        return self._host_block[:num_bytes]
+
+
+def _parts(block: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes as ``count`` places of the flat table [count] int64, and the slots there [count] int32."""
+    places = block[: _BYTES_OF_INDEX * count].view(torch.int64)
+    return places, block[_BYTES_OF_INDEX * count :].view(torch.int32)
