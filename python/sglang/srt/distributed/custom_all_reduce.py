@@ -80,7 +80,8 @@ def open_custom_all_reduce(size: int, device: torch.device) -> CustomAllReduce |
     group = dist.group.WORLD
     assert group is not None, "no ranks have met"
     try:
-        buffer = symmetric_memory.empty(_READ_BYTES // size, dtype=torch.uint8, device=device)
+        num_bytes = _READ_BYTES // size // (8 * _ALIGNMENT) * 8 * _ALIGNMENT  # an eighth is aligned, too
+        buffer = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         symmetric_memory.rendezvous(buffer, group.group_name)
     except (RuntimeError, AttributeError) as error:  # no such memory here, or not in this version
         logger.warning("no memory is shared by the GPUs: %s", error)
