@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,16 @@ import torch
 
 from fixtures.make_tiny_gemma4 import KINDS
 from fixtures.scheduler_driver import SchedulerDriver
+from sglang.srt.managers.memory_probe import Workload, measure_reserve_bytes
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.cuda_graph_runner import Step
 from sglang.srt.model_executor.prefill_programs import MAX_REQUESTS, PrefillSteps, prefill_sizes
 from sglang.srt.sampling.logprobs import LogprobOptions
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args_slices import GraphConfig
+from sglang.srt.server_args_slices import GraphConfig, MemoryConfig
 from sglang.srt.speculative.frozen_kv_mtp_worker import FrozenKVMTPWorker
+from sglang.srt.utils.device import Device
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -155,3 +158,28 @@ def test_sizes() -> None:
     assert sizes(100) == (16, 32, 64, 100) and sizes(16) == (16,) and sizes(7) == (7,)
     assert sizes(0) == () == sizes(2048, capture=False)
     assert sizes(64, capture=False, prefill_sizes=(64, 8)) == (8, 64)
+
+
+@pytest.mark.parametrize(("decode", "prompts", "kept"), [(300, 100, 300), (100, 250, 250)])
+def test_memory_of_graphs_is_kept_once(
+    decode: int, prompts: int, kept: int, tiny_checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs share it. The peaks are those of a GPU, so here they are made up; what is measured does run."""
+    driver = Driver(tiny_checkpoints, "eseries", 3)
+    worker, peaks = driver.target, [1000, decode, prompts]
+
+    def peak_bytes(device: Device, run: Callable[[], object]) -> int:
+        run()
+        return peaks.pop(0)
+
+    monkeypatch.setattr(Device, "peak_bytes", peak_bytes)
+    config = MemoryConfig(0.5, None, None, page_size=1, context_length=512, disable_radix_cache=False)
+
+    def measure(sizes: tuple[int, ...]) -> int:
+        load = Workload(prefill_tokens=96, batch_size=4, width=4, num_graphs=0, prefill_sizes=sizes)
+        return measure_reserve_bytes(worker.runner, type(worker.backend), config, load)
+
+    with_prompts = measure((16, 48))
+    assert not peaks
+    peaks = [1000, decode]
+    assert with_prompts - measure(()) == kept - decode

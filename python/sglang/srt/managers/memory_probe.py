@@ -27,10 +27,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.input_buffers import ROWS
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_configurator import KVMemory, build_kv_memory
-from sglang.srt.model_executor.prefill_programs import PrefillSteps, prefill_sizes
+from sglang.srt.model_executor.prefill_programs import PrefillSteps
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args_slices import GraphConfig, MemoryConfig
+from sglang.srt.server_args_slices import MemoryConfig
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +44,14 @@ _PARAMS = SamplingParams(temperature=1.0, top_k=64, top_p=0.95, min_p=0.01)  # e
 @dataclass(frozen=True, slots=True)
 class Workload:
     """The largest forwards an engine will run: ``prefill_tokens`` in one extend, ``width`` rows for each of
-    ``batch_size`` requests in one decode step; and ``num_graphs``, those of prompts as ``graphs`` has them."""
+    ``batch_size`` requests in one decode step, and as many graphs as ``num_graphs``, among them one for each number of
+    tokens in ``prefill_sizes``."""
 
     prefill_tokens: int
     batch_size: int
     width: int
     num_graphs: int
-    graphs: GraphConfig
+    prefill_sizes: tuple[int, ...]
 
 
 def measure_reserve_bytes(
@@ -78,9 +79,9 @@ def measure_reserve_bytes(
         try:
             extend = runner.device.peak_bytes(lambda: worker.extend(batch))
             decode = runner.device.peak_bytes(lambda: program.run(step))
-            if prefill_sizes(load.graphs):
-                prompts = PrefillSteps(runner, backend, memory, replace(load.graphs, capture=False))
-                largest = Step(prompts.sizes.sizes[-1], StepKind.GREEDY, None, 1)
+            if load.prefill_sizes:
+                prompts = PrefillSteps(runner, backend, memory, load.prefill_sizes, capture=False)
+                largest = Step(load.prefill_sizes[-1], StepKind.GREEDY, None, 1)
                 captured = runner.device.peak_bytes(lambda: prompts.runner.run(largest))
         except torch.OutOfMemoryError as error:
             raise ValueError(

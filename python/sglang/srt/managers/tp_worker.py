@@ -73,8 +73,9 @@ class TpModelWorker:
         # graphs of prompts and of decode steps, whoever runs these, share their memory: no two run at once
         self.graph_pool = torch.cuda.graph_pool_handle() if graphs is not None and graphs.capture else None
         self._prefill = None
-        if graphs is not None and prefill_sizes(graphs):
-            self._prefill = PrefillSteps(runner, backend, memory, graphs, self.graph_pool)
+        if graphs is not None and (sizes := prefill_sizes(graphs)):
+            capture = graphs.capture
+            self._prefill = PrefillSteps(runner, backend, memory, sizes, capture=capture, pool=self.graph_pool)
         self._loop = None if graphs is None or not decodes else self._decode_loop(graphs)
 
     def kv_reader(self) -> KVMemory:
@@ -157,19 +158,16 @@ class TpModelWorker:
         requests asked for beside. ``forward``: the target's pass, if it is not for these rows alone.
         """
         kept = kept_rows(batch.reqs, batch.extend_lens)
-        out = None
-        if self._prefill is not None and forward is None and kept is None:
-            out = self._prefill.run(batch)
-        if out is None:
-            out = (forward or self.runner.model.forward)(self._extend_batch(batch, kept))
         ends = [req.committed_len + n for req, n in zip(batch.reqs, batch.extend_lens, strict=True)]
+        last_positions = self._tensor(np.array(ends) - 1)  # before the pass, since sending waits for it
+        out = self._pass(batch, kept, forward)
         for b, req in enumerate(batch.reqs):
             # the token after a prompt that is not complete means nothing
             if req.needs_host and ends[b] == len(req.token_ids):
                 newest = torch.zeros((1, 1), dtype=torch.int64, device=self._device)
                 apply_logit_controls(out.next_token_logits[b : b + 1], (req,), newest)
                 apply_grammar_masks(out.next_token_logits[b : b + 1], (req,), newest)
-        tokens = sample_tokens(out.next_token_logits, batch.sampling_info, self._tensor(np.array(ends) - 1))
+        tokens = sample_tokens(out.next_token_logits, batch.sampling_info, last_positions)
         if kept is None:
             return tokens, out.hidden_states, ()
         assert out.hidden_states is not None
@@ -180,6 +178,17 @@ class TpModelWorker:
         extended = ExtendedRows(ends, states, out.next_token_logits, tokens)
         outputs = extended.outputs(batch.reqs, self.runner.model.compute_logits)
         return tokens, hidden[self._tensor(last)], outputs
+
+    def _pass(
+        self, batch: ScheduleBatch, kept: tuple[int, ...] | None, forward: TargetPass | None
+    ) -> LogitsProcessorOutput:
+        """The target over the rows of prompts, as a program if they fit one."""
+        if self._prefill is not None and kept is None and forward is None:
+            done = self._prefill.run(batch)
+            if done is not None:
+                return done
+        out: LogitsProcessorOutput = (forward or self.runner.model.forward)(self._extend_batch(batch, kept))
+        return out
 
     def update_weights(self, target: Path, draft: Path | None) -> None:
         """Serve other weights of the same shape; nothing may run. ``ValueError``: the former ones still serve."""

@@ -74,5 +74,6 @@ def _workload(args: ServerArgs, width: int) -> Workload:
     prefill_tokens = schedule.chunked_prefill_size or max(memory.context_length, schedule.max_prefill_tokens)
     sizes = batch_sizes(graphs, memory.max_running_requests or graphs.max_size).sizes
     batch_size = sizes[-1] if sizes else min(graphs.max_size, memory.max_running_requests or graphs.max_size)
-    num_graphs = 2 * len(sizes) + len(prefill_sizes(graphs))
-    return Workload(prefill_tokens, batch_size, width, num_graphs, graphs)
+    of_prompts = prefill_sizes(graphs)
+    num_graphs = 2 * len(sizes) + len(of_prompts)
+    return Workload(prefill_tokens, batch_size, width, num_graphs, of_prompts)

@@ -158,12 +158,20 @@ class PrefillSteps:
     """Runs those extend steps that fit a program. Between two of them nothing is remembered."""
 
     def __init__(
-        self, runner: ModelRunner, backend: AttentionBackend, memory: KVMemory, graphs: GraphConfig, pool: Any = None
+        self,
+        runner: ModelRunner,
+        backend: AttentionBackend,
+        memory: KVMemory,
+        sizes: tuple[int, ...],
+        *,
+        capture: bool,
+        pool: Any = None,
     ) -> None:
-        """``pool``: of graphs that share their memory; see ``CudaGraphRunner``."""
-        self.sizes = BatchSizes(prefill_sizes(graphs), pad=True)
+        """``sizes``: of programs, in tokens, ascending; ``pool``: of graphs that share their memory, see
+        ``CudaGraphRunner``."""
+        self.sizes = BatchSizes(sizes, pad=True)
         self._kv_manager = memory.kv_manager
-        device, text, longest = runner.device.torch_device, runner.config.text, self.sizes.sizes[-1]
+        device, text, longest = runner.device.torch_device, runner.config.text, sizes[-1]
         self._tokens = StagedBuffers(PrefillTokens, {ROWS: longest}, device)
         places = {ROWS: MAX_REQUESTS + 1, "dummy_row": memory.dummy_row, "num_tokens": longest}
         self._places = StagedBuffers(PrefillPlaces, places, device)
@@ -171,8 +179,8 @@ class PrefillSteps:
         self._out = PrefillResult.allocate(result, runner.dtype, device)
         program = PrefillProgram(runner, backend, memory, self._tokens.device, self._places.device, self._out)
         self.runner: Runner = EagerRunner(program)
-        if graphs.capture:
-            self.runner = CudaGraphRunner(program, self.sizes.sizes, pool=pool, flags=_FLAGS)
+        if capture:
+            self.runner = CudaGraphRunner(program, sizes, pool=pool, flags=_FLAGS)
 
     def capture(self) -> None:
         """Before the first step: the buffers must hold nothing but padding."""
