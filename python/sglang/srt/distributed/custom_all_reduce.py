@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from sglang.srt.utils.env import disable_multicast
+
 logger = logging.getLogger(__name__)
 
 # every rank reads the tensors of all; the library moves more than this faster
@@ -79,6 +81,7 @@ def open_custom_all_reduce(size: int, device: torch.device) -> CustomAllReduce |
 
     group = dist.group.WORLD
     assert group is not None, "no ranks have met"
+    disable_multicast()
     try:
         num_bytes = _READ_BYTES // size // (8 * _ALIGNMENT) * 8 * _ALIGNMENT  # an eighth is aligned, too
         buffer = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)

@@ -99,3 +99,9 @@ ENVIRONMENT: tuple[EnvVar, ...] = (
     SGLANG_GRAMMAR_TIMEOUT,
     SGLANG_TORCH_PROFILER_DIR,
 )
+
+
+def disable_multicast() -> None:
+    """GPU memory that processes share through PyTorch is not made multicast as well, unless the user wants it: nothing
+    here uses that, and the hardware has few such objects for all who share a machine."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
