@@ -13,7 +13,7 @@ from fixtures.make_tiny_gemma4 import KINDS
 from fixtures.scheduler_driver import SchedulerDriver
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.worker_factory import create_worker
-from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphCaptureError, Step, StepKind
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphCaptureError, GraphPool, Step, StepKind
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.server_args_resolution import resolve_server_args
@@ -211,6 +211,29 @@ def test_a_capture_without_memory_is_named() -> None:
 
     with pytest.raises(GraphCaptureError, match="batch size 2 ran out of memory: lower --mem-fraction-static"):
         CudaGraphRunner(Greedy(), (2,)).capture()
+
+
+def test_graphs_of_one_pool_share_memory() -> None:
+    class Needs:
+        name, samples = "a program with scratch", False
+
+        def __init__(self, megabytes: int) -> None:
+            self.num_bytes = megabytes << 20
+
+        def run(self, step: Step) -> None:
+            torch.empty(self.num_bytes, dtype=torch.uint8, device="cuda").fill_(step.size)
+
+    def reserved() -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    pool, before = GraphPool.open(), reserved()
+    runners = [CudaGraphRunner(Needs(megabytes), (1, 2), pool=pool) for megabytes in (64, 32)]
+    taken = []
+    for runner in runners:
+        runner.capture()
+        taken.append(reserved() - before)
+    assert 64 << 20 <= taken[0] == taken[1] < 96 << 20
 
 
 def test_memory_for_forwards_is_kept_before_the_pool_is_sized(tiny_checkpoints: Path) -> None:

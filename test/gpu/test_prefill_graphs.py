@@ -12,7 +12,7 @@ from fixtures.make_tiny_gemma4 import KINDS
 from fixtures.scheduler_driver import SchedulerDriver
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphCaptureError, Step, StepKind
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphCaptureError, Step
 from sglang.srt.model_executor.prefill_programs import PrefillProgram, PrefillSteps
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.frozen_kv_mtp_worker import FrozenKVMTPWorker
@@ -155,10 +155,19 @@ def test_what_cannot_be_captured_names_the_flags(tiny_checkpoints: Path, monkeyp
         gpu(tiny_checkpoints, "dense", 0, "bfloat16")
 
 
-def test_a_replay_reads_nothing_back(tiny_checkpoints: Path) -> None:
-    steps = steps_of(gpu(tiny_checkpoints, "moe", 0, "bfloat16"))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        steps.runner.run(Step(128, StepKind.GREEDY, None, 1))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+def test_a_replay_waits_for_nothing(tiny_checkpoints: Path) -> None:
+    driver = gpu(tiny_checkpoints, "moe", 0, "bfloat16")
+    steps, done = steps_of(driver), []
+    run = steps.run
+
+    def strict(batch: ScheduleBatch) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            done.append(run(batch))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return done[-1]
+
+    steps.run = strict  # type: ignore[method-assign]
+    driver.run(PROMPTS, [GREEDY] * len(PROMPTS), arrivals=[0, 0, 2, 2, 2, 9])
+    assert len(done) == 3 and None not in done

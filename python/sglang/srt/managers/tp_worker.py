@@ -19,7 +19,7 @@ from sglang.srt.layers.logit_controls import apply_logit_controls
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import sample_tokens
 from sglang.srt.managers.schedule_batch import GenerationBatchResult, ScheduleBatch
-from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, EagerRunner, Runner, batch_sizes
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, EagerRunner, GraphPool, Runner, batch_sizes
 from sglang.srt.model_executor.decode_loop import DecodeLoop
 from sglang.srt.model_executor.decode_programs import StepBuffers, TargetDecodeProgram
 from sglang.srt.model_executor.decode_rows import ResidentRows
@@ -71,7 +71,7 @@ class TpModelWorker:
             max_tokens_per_step=1, max_drafts=0, needs_draft_kv=False, supports_overlap=overlap
         )
         # graphs of prompts and of decode steps, whoever runs these, share their memory: no two run at once
-        self.graph_pool = torch.cuda.graph_pool_handle() if graphs is not None and graphs.capture else None
+        self.graph_pool = GraphPool.open() if graphs is not None and graphs.capture else None
         self._prefill = None
         if graphs is not None and (sizes := prefill_sizes(graphs)):
             capture = graphs.capture

@@ -124,27 +124,36 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class CudaGraphRunner:
-    """Replays what it captured, and calls the program for any other step.
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphPool:
+    """Memory that graphs share, so no two of them may run at once, and none leaves results outside its program's
+    buffers. The allocator gives memory again to work of the same stream only, so all are captured on one."""
 
-    Graphs of one ``pool`` share their memory, so no two of them may run at once and none leaves results outside the
-    program's buffers.
-    """
+    handle: Any
+    stream: torch.cuda.Stream
+
+    @classmethod
+    def open(cls) -> GraphPool:
+        return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
+
+
+class CudaGraphRunner:
+    """Replays what it captured, and calls the program for any other step."""
 
     def __init__(
         self,
         program: GraphProgram,
         sizes: Sequence[int],
         widths: Sequence[int] = (1,),
-        pool: Any = None,
+        pool: GraphPool | None = None,
         flags: GraphFlags = _DECODE_FLAGS,
     ) -> None:
-        """``pool``: a handle of ``torch.cuda.graph_pool_handle`` to share; by default one of its own."""
+        """``pool``: to share; by default one of its own."""
         self.program = program
         self._sizes = tuple(sizes)
         self._widths = tuple(widths)
         self._flags = flags
-        self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self._pool = GraphPool.open() if pool is None else pool
         self._graphs: dict[tuple[int, StepKind, int], torch.cuda.CUDAGraph] = {}
 
     def can_run(self, step: Step) -> bool:
@@ -153,13 +162,12 @@ class CudaGraphRunner:
     def capture(self) -> None:
         """Largest first, so that smaller graphs find the memory they need in the pool."""
         start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
-        stream = torch.cuda.Stream()
         kinds = (StepKind.SAMPLED, StepKind.GREEDY) if self.program.samples else (StepKind.GREEDY,)
         with _no_garbage_collection():
             for size, width in product(sorted(self._sizes, reverse=True), sorted(self._widths, reverse=True)):
                 for kind in kinds:
                     step = Step(size, kind, None, width)
-                    self._graphs[self._key(step)] = self._capture(step, stream)
+                    self._graphs[self._key(step)] = self._capture(step)
         logger.info(
             "Captured %s: %d graphs, %s up to %d, in %.1f s, %.0f MB",
             self.program.name,
@@ -181,8 +189,8 @@ class CudaGraphRunner:
         greedy = step.kind is StepKind.GREEDY or not self.program.samples
         return step.size, StepKind.GREEDY if greedy else step.kind, step.width
 
-    def _capture(self, step: Step, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-        flags = self._flags
+    def _capture(self, step: Step) -> torch.cuda.CUDAGraph:
+        flags, pool, stream = self._flags, self._pool.handle, self._pool.stream
         what = f"capturing {self.program.name} ({step.kind.value}) for {flags.unit} {step.size}"
         graph = torch.cuda.CUDAGraph()
         try:
@@ -191,7 +199,7 @@ class CudaGraphRunner:
                 # compiles kernels and gives libraries their workspaces, neither of which a capture may do
                 self.program.run(step)
             # other threads of the process may use CUDA meanwhile
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self.program.run(step)
         except torch.OutOfMemoryError as error:
             raise GraphCaptureError(

@@ -21,6 +21,7 @@ from sglang.srt.model_executor.cuda_graph_runner import (
     CudaGraphRunner,
     EagerRunner,
     GraphFlags,
+    GraphPool,
     Runner,
     Step,
     StepKind,
@@ -165,10 +166,9 @@ class PrefillSteps:
         sizes: tuple[int, ...],
         *,
         capture: bool,
-        pool: Any = None,
+        pool: GraphPool | None = None,
     ) -> None:
-        """``sizes``: of programs, in tokens, ascending; ``pool``: of graphs that share their memory, see
-        ``CudaGraphRunner``."""
+        """``sizes``: of programs, in tokens, ascending; ``pool``: for graphs of them, by default one of their own."""
         self.sizes = BatchSizes(sizes, pad=True)
         self._kv_manager = memory.kv_manager
         device, text, longest = runner.device.torch_device, runner.config.text, sizes[-1]

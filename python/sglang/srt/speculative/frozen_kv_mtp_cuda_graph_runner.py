@@ -15,7 +15,7 @@ import torch
 from sgl_kernel.decode_step import advance_rows
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.grammar_mask import GrammarDrafts
-from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphProgram, Step
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphPool, GraphProgram, Step
 from sglang.srt.model_executor.decode_programs import VerifyBuffers, committed_lens
 from sglang.srt.model_executor.decode_rows import DecodeRows
 from sglang.srt.model_executor.forward_batch_info import AttnGeometry, ForwardBatch
@@ -184,7 +184,13 @@ class FrozenKVMTPCudaGraphRunner(CudaGraphRunner):
     """Replays a round as one graph, or (``separate``) as a graph per stage, which is how stages are timed."""
 
     def __init__(
-        self, program: FrozenKVMTPRound, sizes: Sequence[int], widths: Sequence[int], pool: Any, *, separate: bool
+        self,
+        program: FrozenKVMTPRound,
+        sizes: Sequence[int],
+        widths: Sequence[int],
+        pool: GraphPool | None,
+        *,
+        separate: bool,
     ) -> None:
         super().__init__(program, sizes, widths, pool)
         stages = program.stages if separate else ()
