@@ -49,6 +49,7 @@ def gpu(target: Path, assistant: Path | None, num_steps: int, dtype: str, **kwar
         "dtype": dtype,
         "cuda_graph_bs": SIZES,
         "enable_deterministic_inference": True,
+        "piecewise_cuda_graph_tokens": None if kwargs.get("disable_cuda_graph") else (32, 96),
         **kwargs,
     }
     return SchedulerDriver(target, assistant, num_steps, **kwargs)
