@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 
@@ -11,7 +10,8 @@ import pytest
 from sglang.srt.model_executor.draft_length import FixedLength, least_length
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.server_args_resolution import resolve_server_args
-from sglang.srt.speculative.adaptive_length import Acceptance, AdaptiveLength, RoundTimes, draft_lengths
+from sglang.srt.speculative.adaptive_length import Acceptance, AdaptiveLength, draft_lengths
+from sglang.srt.speculative.round_times import RoundTimes
 
 LENGTHS = tuple(range(8))
 ANY = 1 << 30
@@ -114,52 +114,111 @@ def test_no_more_drafts_than_requests_can_use() -> None:
     assert expensive.choose(RIDS[:16], [ANY, *[0] * 15]) == 0
 
 
+def chain(*shares: float) -> list[float]:
+    """Tokens that rounds of 0, 1, .. drafts gain, where ``shares`` of drafts are accepted."""
+    gained, reach = [1.0], 1.0
+    for share in shares:
+        reach *= share
+        gained.append(gained[-1] + reach)
+    return gained
+
+
+def promise(acceptance: Acceptance, rid: str) -> float:
+    return acceptance.gained([rid], [ANY])[-1]
+
+
 def test_drafts_that_a_request_cannot_use_say_nothing_about_acceptance() -> None:
     acceptance, without = Acceptance(3), Acceptance(3)
-    acceptance.observe(3, RIDS[:3], [4, 1, 2], [3, 0, 1])
-    without.observe(3, RIDS[:3], [4, 4, 2], [3, 0, 1])
-    assert acceptance.rates().tolist() == without.rates().tolist()
-    for accept_len, signs in ((4, "+++"), (2, "+-="), (1, "-=="), (0, "===")):
-        acceptance = Acceptance(3)
-        fade = math.exp(-min(accept_len, 1) / 2000)
-        reached, accepted = fade * acceptance._reached, fade * acceptance._accepted
-        acceptance.observe(3, RIDS[:1], [accept_len], [9])
-        changes = {"+": (1, 1), "-": (1, 0), "=": (0, 0)}
-        assert (acceptance._reached - reached).tolist() == pytest.approx([changes[sign][0] for sign in signs])
-        assert (acceptance._accepted - accepted).tolist() == pytest.approx([changes[sign][1] for sign in signs])
+    for _ in range(40):
+        acceptance.observe(3, RIDS[:3], [4, 1, 2], [3, 0, 1])
+        without.observe(3, RIDS[:3], [4, 4, 2], [3, 0, 1])
+    for rid in ("new", *RIDS[:3]):
+        assert acceptance.gained([rid], [ANY]) == without.gained([rid], [ANY])
+    acceptance.observe(3, ["cut"], [0], [9])
+    assert promise(acceptance, "cut") == promise(acceptance, "new"), "a round whose tokens were not kept says nothing"
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2, 3])
+def test_acceptance_is_counted_by_position(accepted: int) -> None:
+    """Drafts behind the first rejected one were not reached: they are taken to be like the ones before them."""
+    acceptance = Acceptance(3)
+    for turn in range(3000):
+        acceptance.observe(3, [str(turn)], [accepted + 1], [9])
+    shares = [1.0] * accepted + [0.0] * (3 - accepted)
+    assert acceptance.gained(["new"], [ANY]) == pytest.approx(chain(*shares), rel=0.02)
+    assert acceptance.gained(["new", "other"], [ANY, 0])[-1] == pytest.approx(1.0 + promise(acceptance, "new"))
 
 
 def test_a_request_is_judged_by_itself_but_a_new_one_by_the_others() -> None:
     acceptance, caps = Acceptance(4), [ANY, ANY]
     for _ in range(20):
         acceptance.observe(4, ["good", "bad"], [5, 1], caps)
-
-    def promise(rid: str) -> float:
-        return float(acceptance.drafts_accepted([rid], [ANY]).sum())
-
-    assert promise("good") > 1.5 * promise("new") and promise("new") > 1.5 * promise("bad")
-    both = acceptance.drafts_accepted(["good", "bad"], caps)
-    assert both.sum() == pytest.approx(promise("good") + promise("bad"))
-    before = promise("bad")
-    for _ in range(50):
+    usual = promise(acceptance, "new")
+    assert promise(acceptance, "good") > 1.2 * usual > 1.4 * promise(acceptance, "bad")
+    both = acceptance.gained(["good", "bad"], caps)
+    assert both[-1] == pytest.approx(promise(acceptance, "good") + promise(acceptance, "bad"))
+    before, good = promise(acceptance, "bad"), promise(acceptance, "good")
+    for _ in range(60):
         acceptance.observe(0, ["good", "bad"], [1, 1], caps)
-    assert promise("bad") > before and promise("bad") == pytest.approx(promise("new"), rel=0.1)
+    assert promise(acceptance, "bad") > before and promise(acceptance, "good") < good
+    assert promise(acceptance, "bad") == pytest.approx(promise(acceptance, "good"), rel=0.05), "one like the others"
     acceptance.observe(4, ["good"], [5], [ANY])
-    assert set(acceptance._rows) == {"good"}, "who has left is forgotten"
+    assert promise(acceptance, "bad") == promise(acceptance, "new"), "who has left is forgotten"
 
 
-def test_the_shorter_of_two_lengths_that_promise_the_same() -> None:
-    policy = measured(Machine(1.0, 0.8, 0.0))  # as much as an accepted draft is worth, at the start
-    assert policy.choose(RIDS[:1], [ANY]) <= 1
+def test_new_requests_are_like_other_new_ones() -> None:
+    """A few long answers that go on well do not speak for many short ones."""
+    acceptance = Acceptance(4)
+    for turn in range(400):
+        acceptance.observe(4, ["long", str(turn)], [5, 1], [ANY, ANY])
+    assert promise(acceptance, "new") < 1.1
+    assert promise(acceptance, "long") > 4.5
+
+
+def test_the_last_of_lengths_that_promise_the_same() -> None:
+    policy = measured(Machine(1.0, 0.8, 0.0))
+    assert policy.choose(RIDS[:1], [ANY]) > 0
+    # one draft costs what it brings
+    even = measured(Machine(1.0, 0.95, 0.0))
+    assert even.choose(RIDS[:1], [ANY]) == 0
     assert measured(Machine(1.0, 0.01, 0.0)).choose(RIDS[:1], [ANY]) == 7
+
+
+def test_a_neighbour_is_tried_now_and_then() -> None:
+    policy, best = measured(GPU), 7
+    chosen = [policy.choose(RIDS[:1], [ANY]) for _ in range(1000)]
+    assert set(chosen) == {best, best - 1}
+    assert 10 < chosen.count(best - 1) < 100
 
 
 def test_times_between_measured_numbers_of_requests() -> None:
     policy = measured(CPU)
     for num_rows in (1, 3, 13, 64):
-        for n, seconds in policy.times.of(num_rows).items():
-            assert seconds == pytest.approx(CPU.round_s(num_rows, n))
+        expected = [CPU.round_s(num_rows, n) for n in LENGTHS]
+        assert policy.times.of(num_rows) == pytest.approx(expected)
     assert policy.times.of(500)[3] == pytest.approx(CPU.round_s(500, 3))
+
+
+def test_the_host_is_part_of_a_round() -> None:
+    times = measured(CPU).times
+    for _ in range(100):  # at half the pace that was measured
+        times.observe(4, 3, 2 * CPU.round_s(4, 3), 2e-3)
+    assert times.of(4) == pytest.approx([CPU.round_s(4, n) + 1e-3 for n in LENGTHS], rel=0.01)
+
+
+def test_the_first_round_of_another_length_says_nothing() -> None:
+    times = measured(CPU).times
+    before = times.of(4)
+    for n in (3, 3, 3, 4, 3, 4, 5, 3, 3):
+        slow = 1.0 if n == 3 else 2.0
+        times.observe(4, n, slow * CPU.round_s(4, n), None)
+    assert times.of(4) == pytest.approx(before)
+    for n in (4, 4):
+        times.observe(4, n, 2.0 * CPU.round_s(4, n), None)
+    now = times.of(4)
+    changes = [after / then for after, then in zip(now, before, strict=True)]
+    assert changes[4] == pytest.approx(changes[7]) and changes[4] > 1.02, "longer ones are slower than was measured"
+    assert changes[3] == pytest.approx(changes[0]) and changes[3] < 0.98
 
 
 def test_measuring_ends_with_its_budget() -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -22,6 +23,7 @@ from sgl_kernel.spec_tree import tree_visibility
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.managers.schedule_batch import GenerationBatchResult, ScheduleBatch
 from sglang.srt.managers.tp_worker import TargetPass, TpModelWorker
+from sglang.srt.mem_cache.kv_manager import RequestKV
 from sglang.srt.model_executor.cuda_graph_runner import EagerRunner, Runner, Step, StepKind, batch_sizes
 from sglang.srt.model_executor.decode_loop import DecodeLoop
 from sglang.srt.model_executor.decode_rows import ResidentRows
@@ -34,10 +36,11 @@ from sglang.srt.speculative.frozen_kv_mtp_cuda_graph_runner import FrozenKVMTPCu
 from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPDraftInput, FrozenKVMTPVerifyInput
 from sglang.srt.speculative.frozen_kv_mtp_rounds import allocate_buffers, build_round, round_lengths
 from sglang.srt.speculative.frozen_kv_mtp_tree import FrozenKVMTPTreeBuffers
+from sglang.srt.speculative.round_times import MOST_MEASURED_ROWS
 from sglang.srt.speculative.spec_info import SpecCapabilities
 from sglang.srt.utils.env import SGLANG_DEBUG_KV_DIGEST, SGLANG_SIMULATE_ACC_LEN, SGLANG_SPEC_SEPARATE_GRAPHS
 
-_MEASURING_S, _MEASURED_KV_LEN = 2.5, 128  # for the times of rounds, at the start
+_MEASURING_S, _MEASURED_KV_LEN = 0.5, 128  # for the times of rounds, at the start
 
 logger = logging.getLogger(__name__)
 
@@ -80,17 +83,39 @@ class FrozenKVMTPWorker(TpModelWorker):
         self.target.capture_graphs()
         super().capture_graphs()
         if self._adaptive is not None:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._usual_requests() as num_rows:
                 # every rank must stop at the same round
                 clock = partial(self.runner.group.share_number, self._clock)
-                self._adaptive.times.measure(self._run_padding, self.memory.max_requests, _MEASURING_S, clock)
+                if num_rows:
+                    self._adaptive.times.measure(self._run_usual, num_rows, _MEASURING_S, clock)
 
-    def _run_padding(self, num_rows: int, num_drafts: int) -> None:
-        """A round of nothing but padding of a usual length, to its end."""
-        lens = self._rows.device.committed_lens
-        lens.fill_(min(_MEASURED_KV_LEN, self.memory.context_length))
+    @contextmanager
+    def _usual_requests(self) -> Iterator[int]:
+        """How many requests of a usual length there is room for, and the first rows reading the KV of as many, each
+        its own: what all of them would share, rounds would find in caches. Nothing else may run."""
+        rows, manager, opened = self._rows.device, self.kv_manager, list[RequestKV]()
+        num_tokens = self._usual_len + self.spec.num_draft_tokens
+        while len(opened) < MOST_MEASURED_ROWS and (kv := manager.open(())) is not None:
+            opened.append(kv)
+            if not manager.grow(kv, num_tokens):
+                break
+        indices = [kv.req_pool_idx for kv in opened if kv.allocated_len >= num_tokens]
+        rows.req_pool_indices[: len(indices)] = torch.tensor(indices, dtype=torch.int64)
+        manager.show_device()
+        yield len(indices)
+        for kv in opened:
+            manager.close(kv, ())
+        manager.flush()  # the order of a fresh start
+        rows.pad(0)
+
+    @property
+    def _usual_len(self) -> int:
+        return min(_MEASURED_KV_LEN, self.memory.context_length)
+
+    def _run_usual(self, num_rows: int, num_drafts: int) -> None:
+        """A round of requests of a usual length, to its end. They stay where they are, since no row is live."""
+        self._rows.device.committed_lens.fill_(self._usual_len)
         self.loop.runner.run(Step(num_rows, StepKind.GREEDY, None, num_drafts + 1))
-        lens.fill_(1)
         self.runner.device.synchronize()
 
     def launch(self, batch: ScheduleBatch) -> Callable[[], GenerationBatchResult]:
@@ -183,8 +208,8 @@ class FrozenKVMTPWorker(TpModelWorker):
             pool = self.target.graph_pool
             runner = FrozenKVMTPCudaGraphRunner(self.round, sizes.sizes, widths, pool, separate=separate)
         self._adaptive = AdaptiveLength(lengths) if self.spec.adaptive else None
-        length: DraftLength = FixedLength(lengths)
-        if self._adaptive is not None:
+        length: DraftLength = FixedLength(lengths) if self._adaptive is None else self._adaptive
+        if self._adaptive is not None and self.runner.group.size > 1:
             length = SharedLength(self._adaptive, self.runner.group)
         return DecodeLoop(self._rows, self._buffers, runner, sizes, self.kv_manager, length, self._clock)
 
