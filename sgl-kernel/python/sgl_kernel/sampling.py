@@ -34,8 +34,8 @@ def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, token_ids: t
     key = _mix(key ^ ((seeds >> 32) & _MASK))
     key = _mix(key ^ (positions & _MASK))[:, None]
     h = _mix(_mix((token_ids + 0x632BE5AB) & _MASK) ^ key)
-    # 24 random bits at the centres of equal cells: never 0 and never 1
-    uniform = ((h >> 8).to(torch.float32) + 0.5) * (1.0 / (1 << 24))
+    # 23 random bits at the centres of equal cells, which 24 bits hold: never 0 and never 1, so no noise is 0
+    uniform = ((h >> 9).to(torch.float32) + 0.5) * (1.0 / (1 << 23))
     return -torch.log(uniform)
 
 

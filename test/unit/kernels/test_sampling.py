@@ -90,6 +90,12 @@ def test_noise_is_exponential_and_keyed() -> None:
     assert torch.equal(noise[1:2], exponential_noise(torch.tensor([5]), torch.tensor([2]), ids))
 
 
+def test_noise_is_never_nothing() -> None:
+    """Token 68100's hash starts with 24 ones: what it stands for must still be below 1, or p / 0 wins every race."""
+    noise = exponential_noise(torch.tensor([7 - 3 * (1 << 33)]), torch.tensor([1039]), torch.arange(1 << 18))
+    assert bool((noise > 0).all()) and int(noise.argmin()) == 68100
+
+
 def test_a_removed_token_is_never_drawn() -> None:
     assert draws(torch.tensor([[0.5, 0.0, 0.5]]), 50_000)[1] == 0
 

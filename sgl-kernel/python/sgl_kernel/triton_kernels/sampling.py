@@ -41,7 +41,7 @@ def exponential_noise(seed, position, tokens):
     key = _mix(key ^ (seed >> 32).to(tl.uint32))
     key = _mix(key ^ position.to(tl.uint32))
     h = _mix(_mix(tokens.to(tl.uint32) + 0x632BE5AB) ^ key)
-    uniform = ((h >> 8).to(tl.float32) + 0.5) * (1.0 / (1 << 24))
+    uniform = ((h >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
     if ON_GPU:  # the fast logarithm loses its digits near 1, where the winners are
         noise = -libdevice.log(uniform)
     else:
