@@ -11,6 +11,7 @@ Names: B requests, N rows each, H query heads, KH KV heads, G = H / KH, D head w
 
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 
 import torch
 import triton
@@ -37,7 +38,8 @@ ITEM_FIELDS = tl.constexpr(8)  # five are used; an item lies in one sector of me
 class DecodeConfig:
     """Tile sizes and launch options: functions of the kind of layer, since a row's sums may not depend on N or B.
 
-    ``value_parts``: programs that share a tile's output columns; each computes all of its scores.
+    ``value_parts``: programs that share a tile's output columns; each computes all of its scores. ``wide``: the kernel
+    of ``attention_wide`` takes such tiles whole where the device has what it needs.
     """
 
     chunk: int
@@ -47,6 +49,7 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     programs_per_sm: int
+    wide: bool = False
 
 
 def decode_config(kind):
@@ -66,7 +69,7 @@ def decode_config(kind):
         return DecodeConfig(64, 32, 32, 1, 4, 5, 1)
     # 64 rows need four warps: eight would repeat each other's scores. 512 columns of sums are too many for their
     # registers, so two programs take half of them each
-    return DecodeConfig(128 if kv_heads <= 2 else 256, 64, 32, 2, 4, 5, 1)
+    return DecodeConfig(128 if kv_heads <= 2 else 256, 64, 32, 2, 4, 5, 1, wide=True)
 
 
 @triton.jit
@@ -286,18 +289,25 @@ def attend_decode(q, key, value, rows, kind, work, *, planned_just_now):
         raise ValueError(f"q has {q.shape[0]} rows, but {batch} requests of {num_rows} rows were planned")
     group = heads // kind.num_kv_heads
     tiles = cdiv(num_rows * group, config.block_m)
-    items = batch * chunks * kind.num_kv_heads * tiles * config.value_parts
+    wide = _wide_kernel(q.device) if config.wide else None
+    value_parts = config.value_parts if wide is None else 1
+    items = batch * chunks * kind.num_kv_heads * tiles * value_parts
     programs = min(items, _num_sms(q.device) * config.programs_per_sm)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tree = None if rows.tree_mask is None else rows.tree_mask.view(torch.uint8)
-    split_kernel[(programs,)](
-        q, key, value, rows.req_to_token, rows.positions, rows.kv_lens, tree, work.items, work.count,
-        work.acc, work.stats, q.stride(0), rows.req_to_token.stride(0), chunks, num_rows,
-        KV_HEADS=kind.num_kv_heads, GROUP=group, D=width, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        VALUE_PARTS=config.value_parts, WINDOW=kind.window or 0, HAS_TREE=tree is not None,
-        PRECISION=dot_precision(q.dtype), PLANNED_JUST_NOW=planned_just_now,
-        **options(config.num_warps, config.num_stages),
+    tensors = (
+        q, key, value, rows.req_to_token, rows.positions, rows.kv_lens, tree, work.items, work.count, work.acc,
+        work.stats, q.stride(0), rows.req_to_token.stride(0), chunks, num_rows,
     )  # fmt: skip
+    shape = {"KV_HEADS": kind.num_kv_heads, "GROUP": group, "D": width, "WINDOW": kind.window or 0}
+    shape |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "HAS_TREE": tree is not None}
+    if wide is not None:
+        wide.wide_split_kernel[(programs,)](*tensors, **shape, **options(wide.NUM_WARPS))
+    else:
+        split_kernel[(programs,)](
+            *tensors, **shape, VALUE_PARTS=value_parts, PRECISION=dot_precision(q.dtype),
+            PLANNED_JUST_NOW=planned_just_now, **options(config.num_warps, config.num_stages),
+        )  # fmt: skip
     block_d = min(width, 256)
     merge_kernel[(batch * num_rows * heads, width // block_d)](
         work.acc, work.stats, work.spans, out, chunks, num_rows, HEADS=heads, D=width, BLOCK_D=block_d, **options(4)
@@ -310,3 +320,14 @@ def _num_sms(device):
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 2  # the interpreter: few programs, so that each walks through several items
+
+
+@cache
+def _wide_kernel(device):
+    """The module of a kernel for Hopper alone; None for other devices, and where Triton is older than Gluon."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    try:
+        return import_module("sgl_kernel.triton_kernels.attention_wide")
+    except ImportError:
+        return None
