@@ -17,7 +17,7 @@ CHAT = [{"role": "user", "content": "Count from 3 to 40."}]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    args = ("--speculative-algorithm", "FROZEN_KV_MTP", "--stream-interval", "6")
+    args = ("--speculative-algorithm", "FROZEN_KV_MTP", "--speculative-num-steps", "4", "--stream-interval", "6")
     with ready_server(tmp_path_factory.mktemp("accept_lens"), *args) as running:
         yield running
 

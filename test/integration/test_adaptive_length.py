@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+import sglang.srt.speculative.frozen_kv_mtp_worker as worker_module
 from fixtures.make_tiny_gemma4 import KINDS
 from fixtures.scheduler_driver import SchedulerDriver
+from sglang import Engine
 from sglang.srt.managers.io_struct import TokenOut
 from sglang.srt.model_executor.decode_loop import DecodeLoop
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -140,3 +142,29 @@ def test_what_is_useful_is_what_requests_keep(tiny_checkpoints: Path) -> None:
     for _, lens, caps in first:
         assert caps == [left - 1]
         left -= lens[0]
+
+
+@pytest.mark.parametrize(("tokens", "measured"), [(4096, {1, 4, 8}), (300, {1, 2}), (100, {1})])
+def test_measuring_leaves_the_pool_as_it_was(
+    tokens: int, measured: set[int], tiny_checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds are timed over KV that nobody else has; a pool without room for any goes without."""
+    monkeypatch.setattr(worker_module, "_MEASURED_KV_LEN", 120)
+    options = {"max_total_tokens": tokens, "max_running_requests": 8, "speculative_adaptive": True}
+    driver, _ = driver_of(tiny_checkpoints, "dense", 4, **options)
+    assert isinstance(driver.worker, FrozenKVMTPWorker) and driver.worker._adaptive is not None
+    seconds = driver.worker._adaptive.times._measured
+    assert set(seconds) <= measured and (seconds[1][0] < 1.0) == (tokens > 100)
+    stats = driver.worker.kv_manager.stats()
+    assert stats.free == stats.total and stats.open_requests == 0
+    driver.worker.kv_manager.check_integrity()
+
+
+def test_lengths_adapt_by_default_and_no_answer_changes() -> None:
+    params = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
+    texts = ["Count from 3 to 30.", "The cat", "7 + 8 =", "one two three"]
+    with Engine(model_path="tiny-gemma4", device="cpu", speculative_algorithm="FROZEN_KV_MTP") as engine:
+        assert engine.server_args.speculative_adaptive
+        replies = [engine.generate(texts, params | {"speculative": on}) for on in (True, True, False)]
+    answers = [[reply["output_ids"] for reply in found] for found in replies]
+    assert answers[0] == answers[1] == answers[2] and all(len(ids) == 40 for ids in answers[0])

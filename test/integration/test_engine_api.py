@@ -37,7 +37,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with sglang.Engine(model_path="tiny-gemma4", speculative_algorithm="FROZEN_KV_MTP", log_level="warning") as running:
+    spec: dict[str, Any] = {"speculative_algorithm": "FROZEN_KV_MTP", "speculative_num_steps": 4}
+    with sglang.Engine(model_path="tiny-gemma4", log_level="warning", **spec) as running:
         yield running
 
 

@@ -20,7 +20,7 @@ TEXTS = [
 ]
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "chain": {"speculative_algorithm": "FROZEN_KV_MTP"},
+    "chain": {"speculative_algorithm": "FROZEN_KV_MTP", "speculative_num_steps": 4},
     "tree, pages": {
         "speculative_algorithm": "FROZEN_KV_MTP",
         "speculative_num_steps": 3,
@@ -69,9 +69,8 @@ def test_a_chain_in_one_call_or_step_by_step(monkeypatch: pytest.MonkeyPatch) ->
 
     def runs() -> list[Any]:
         params = {"temperature": 0, "max_new_tokens": 80, "ignore_eos": True}
-        with sglang.Engine(
-            model_path="tiny-gemma4", device="cpu", log_level="error", speculative_algorithm="FROZEN_KV_MTP"
-        ) as engine:
+        spec = {"speculative_algorithm": "FROZEN_KV_MTP", "speculative_num_steps": 4}
+        with sglang.Engine(model_path="tiny-gemma4", device="cpu", log_level="error", **spec) as engine:
             replies = engine.generate(TEXTS, params, return_accept_lens=True)
         return [(reply["output_ids"], reply["meta_info"]["accept_lens"]) for reply in replies]
 

@@ -26,7 +26,8 @@ ENDLESS = "What is 7 plus 5?"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    args = ("--speculative-algorithm", "FROZEN_KV_MTP", "--served-model-name", "pet", "--enable-cache-report")
+    args = ("--speculative-algorithm", "FROZEN_KV_MTP", "--speculative-num-steps", "4", "--served-model-name", "pet")
+    args += ("--enable-cache-report",)
     with ready_server(tmp_path_factory.mktemp("http"), *args) as running:
         yield running
 

@@ -60,7 +60,14 @@ EXTRA = (
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     switches = ("enable-cache-report", "allow-auto-truncate", "enable-return-hidden-states")
     switches += ("enable-custom-logit-processor", "disable-radix-cache")
-    args = ("--speculative-algorithm", "FROZEN_KV_MTP", "--context-length", str(CONTEXT))
+    args = (
+        "--speculative-algorithm",
+        "FROZEN_KV_MTP",
+        "--speculative-num-steps",
+        "4",
+        "--context-length",
+        str(CONTEXT),
+    )
     with ready_server(tmp_path_factory.mktemp("logprobs"), *args, *(f"--{name}" for name in switches)) as running:
         yield running
 

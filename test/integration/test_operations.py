@@ -80,7 +80,7 @@ def test_figures_agree_with_metrics(
     assert record["total_output_tokens"] == counted["generation_tokens_total"] == sum(record["output_lens"])
     accepted, verified = counted["spec_accepted_tokens_total"], counted["spec_verifications_total"]
     assert record["accept_length"] == (verified + accepted) / verified
-    assert 1 <= record["accept_length"] <= 5 and record["max_concurrent_requests"] == 4
+    assert 1 <= record["accept_length"] <= 8 and record["max_concurrent_requests"] == 4
     # the client's clock starts before the server's and ends after it
     for name, metric in (("ttft", "time_to_first_token_seconds"), ("e2e_latency", "e2e_request_latency_seconds")):
         assert counted[f"{metric}_count"] == 12

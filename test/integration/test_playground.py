@@ -29,7 +29,7 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason=INSTALL)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    args = ("--speculative-algorithm", "FROZEN_KV_MTP", "--api-key", KEY)
+    args = ("--speculative-algorithm", "FROZEN_KV_MTP", "--speculative-num-steps", "4", "--api-key", KEY)
     with ready_server(tmp_path_factory.mktemp("playground"), *args) as running:
         yield running
 

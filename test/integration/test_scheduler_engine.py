@@ -29,7 +29,7 @@ QUESTIONS = ("Count from 1 to 12.", "Count from 3 to 9.", "What is 2 + 3?", "Cou
 NUM_TOKENS = 40
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FROZEN_KV_MTP = {"speculative_algorithm": "FROZEN_KV_MTP"}
+FROZEN_KV_MTP = {"speculative_algorithm": "FROZEN_KV_MTP", "speculative_num_steps": 4}
 TIGHT = {
     "max_total_tokens": 96,
     "chunked_prefill_size": 8,

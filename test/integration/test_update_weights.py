@@ -18,7 +18,7 @@ PROMPTS = [
     f"<bos><|turn>user\n{question}<turn|>\n<|turn>model\n" for question in ("Count from 3 to 20.", "What is 7 + 5?")
 ]
 GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
-SPEC = {"speculative_algorithm": "FROZEN_KV_MTP"}
+SPEC = {"speculative_algorithm": "FROZEN_KV_MTP", "speculative_num_steps": 4}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

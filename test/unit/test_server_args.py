@@ -417,7 +417,7 @@ def test_slices_hold_what_was_asked_for(trained_pair: EmbeddedModel) -> None:
     assert load.dtype == draft.dtype == "float32"
     spec = args.spec_config()
     assert spec is not None
-    assert (spec.algorithm, spec.num_steps, spec.topk, spec.num_draft_tokens) == ("FROZEN_KV_MTP", 4, 1, 5)
+    assert (spec.algorithm, spec.num_steps, spec.topk, spec.num_draft_tokens) == ("FROZEN_KV_MTP", 7, 1, 8)
     assert spec.draft_model_path == trained_pair.assistant.resolve()
 
 
@@ -557,14 +557,37 @@ def test_default_depth_follows_the_target(
             json.dumps(changes),
             model=str(tiny_checkpoints / ("moe" if moe else "dense")),
         )
-    assert args.speculative_num_steps == steps and args.speculative_num_draft_tokens == steps + 1
-    assert f"--speculative-num-steps is {steps}" in caplog.text
+    assert args.speculative_adaptive
+    assert args.speculative_num_steps == steps + 3 and args.speculative_num_draft_tokens == steps + 4
+    assert f"--speculative-num-steps is {steps + 3}" in caplog.text and f"({steps}) and 3 more" in caplog.text
+    fixed = args.derive(speculative_num_steps=None, speculative_num_draft_tokens=None, speculative_adaptive=False)
+    assert resolve_server_args(fixed).speculative_num_steps == steps
     assert (name if name != "unknown" else "no known size") in caplog.text
 
 
-def test_depth_of_the_embedded_model() -> None:
-    spec = resolve(*SPEC).spec_config()
-    assert spec is not None and spec.num_steps == 4
+@pytest.mark.parametrize(
+    ("argv", "adaptive", "steps"),
+    [
+        ([], True, 7),
+        (["--speculative-eagle-topk", "1"], True, 7),
+        (["--context-length", "7"], True, 5),
+        (["--context-length", "6"], True, 4),
+        (["--speculative-num-steps", "4"], False, 4),
+        (["--speculative-num-draft-tokens", "5"], False, 4),
+        (["--speculative-num-steps", "2", "--speculative-adaptive"], True, 2),
+        (["--speculative-eagle-topk", "2"], False, 4),
+        (["--speculative-use-rejection-sampling"], False, 4),
+        (["--speculative-use-rejection-sampling", "--speculative-adaptive"], True, 7),
+        (["--tp-size", "2"], False, 4),
+    ],
+)
+def test_the_length_adapts_unless_something_speaks_against_it(argv: list[str], adaptive: bool, steps: int) -> None:
+    spec = resolve(*SPEC, *argv).spec_config()
+    assert spec is not None and (spec.adaptive, spec.num_steps) == (adaptive, steps)
+
+
+def test_without_speculation_no_length_adapts() -> None:
+    assert resolve().speculative_adaptive is None and resolve().spec_config() is None
 
 
 def test_depths_follow_from_one_another() -> None:

@@ -524,12 +524,12 @@ class ServerArgs(ServerArgsCut):
     )
     speculative_num_steps: int | None = arg(
         None,
-        "Tokens drafted per round.",
+        "Tokens drafted per round, or the most if --speculative-adaptive is on. If given, it is off by default.",
         "integer",
         _SPEC,
         low=1,
         high=1024,
-        default_note="by target: E2B 2, E4B 3, 12B 4, 26B-A4B 3, 31B 5, tiny-gemma4 4, others 3",
+        default_note="by target: E2B 2, E4B 3, 12B 4, 26B-A4B 3, 31B 5, tiny-gemma4 4, others 3; if adaptive 3 more",
     )
     speculative_eagle_topk: int | None = arg(
         None,
@@ -549,12 +549,13 @@ class ServerArgs(ServerArgsCut):
         high=1025,
         default_note="--speculative-num-steps + 1; a tree: one and top-k per step, at most 16",
     )
-    speculative_adaptive: bool = arg(
-        False,
+    speculative_adaptive: bool | None = arg(
+        None,
         "Draft from no token to --speculative-num-steps tokens per round: the length that promises most tokens per "
         "second by what rounds cost here and what requests accept.",
         "flag",
         _SPEC,
+        default_note="on for chains of no given length on one CPU process, unless they are drawn",
     )
     speculative_use_rejection_sampling: bool = arg(
         False,

@@ -60,7 +60,7 @@ class ServerArgsCut:
     speculative_algorithm: str | None
     speculative_draft_model_path: str | None
     speculative_draft_model_revision: str | None
-    speculative_adaptive: bool
+    speculative_adaptive: bool | None
     speculative_num_steps: int | None
     speculative_eagle_topk: int | None
     speculative_use_rejection_sampling: bool
@@ -158,7 +158,7 @@ class ServerArgsCut:
             num_steps=steps,
             topk=topk,
             num_draft_tokens=tokens,
-            adaptive=self.speculative_adaptive,
+            adaptive=bool(self.speculative_adaptive),
             sample_drafts=self.speculative_use_rejection_sampling,
         )
 

@@ -64,7 +64,7 @@ def render() -> str:
 def _row(spec: ArgSpec, default: object) -> str:
     names = ", ".join(f"`{name}`" for name in spec.names)
     if spec.kind == "flag":
-        return f"| {names} | off | | {_cell(spec.help)} |"
+        return f"| {names} | {_cell(spec.default_note) or 'off'} | | {_cell(spec.help)} |"
     shown = spec.default_note or ("required" if default is MISSING else f"`{default}`")
     return f"| {names} | {_cell(shown)} | {_cell(spec.describe())} | {_cell(spec.help)} |"
 

@@ -12,7 +12,13 @@ from sglang.srt.server_args import ARG_SPECS, ServerArgs, _resolve_speculative_a
 from sglang.srt.server_args_grammar import resolve_grammar_backend
 from sglang.srt.server_args_parallel import check_parallel
 from sglang.srt.server_args_parsers import resolve_parsers
-from sglang.srt.server_args_speculative import check_tree, complete_shape, default_num_steps, draft_missing
+from sglang.srt.server_args_speculative import (
+    check_tree,
+    complete_shape,
+    default_num_steps,
+    draft_missing,
+    longest_adaptive,
+)
 from sglang.srt.utils.device import make_device
 from sglang.srt.utils.hf_transformers.config import load_model_config
 from sglang.srt.utils.hf_transformers.hub import embedded_assistant, resolve_model_path
@@ -175,19 +181,22 @@ def _resolve_speculation(args: ServerArgs, config: ModelConfig) -> ServerArgs:
         load_model_config(Path(draft), overrides={}, trust_remote_code=args.trust_remote_code)
     except ValueError as err:
         raise ValueError(f"--speculative-draft-model-path {draft!r}: {err}") from err
+    assert args.context_length is not None
     default, reason = default_num_steps(config.text)
+    adaptive = _resolve_adaptive(args)
+    if adaptive:
+        default, reason = longest_adaptive(default, reason, args.context_length)
     steps, topk, tokens = complete_shape(
         args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens, default
     )
     if args.speculative_num_steps is None and args.speculative_num_draft_tokens is None:
         logger.info("--speculative-num-steps is %d, %s", steps, reason)
-    assert args.context_length is not None
     if tokens >= args.context_length:
         raise ValueError(
             f"--speculative-num-steps {steps} does not fit the context of {args.context_length} tokens: lower it"
         )
     if topk > 1:
-        if args.speculative_adaptive:
+        if adaptive:
             raise ValueError(
                 f"--speculative-adaptive chooses the length of chains, and --speculative-eagle-topk {topk} asks for "
                 "trees: leave out one of the two"
@@ -206,7 +215,18 @@ def _resolve_speculation(args: ServerArgs, config: ModelConfig) -> ServerArgs:
         speculative_num_steps=steps,
         speculative_eagle_topk=topk,
         speculative_num_draft_tokens=tokens,
+        speculative_adaptive=adaptive,
     )
+
+
+def _resolve_adaptive(args: ServerArgs) -> bool:
+    """On by default where it was measured not to lose: one process on a CPU. Not where a length was asked for, nor for
+    drawn drafts, of which a seed draws the same only in rounds of one length."""
+    if args.speculative_adaptive is not None:
+        return args.speculative_adaptive
+    length_given = args.speculative_num_steps is not None or args.speculative_num_draft_tokens is not None
+    chains = args.speculative_eagle_topk in (None, 1) and not args.speculative_use_rejection_sampling
+    return chains and not length_given and args.device == "cpu" and args.tp_size == 1
 
 
 def _resolve_draft_path(args: ServerArgs) -> str:

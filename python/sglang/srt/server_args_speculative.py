@@ -8,6 +8,7 @@ from types import MappingProxyType
 from sglang.srt.configs.model_config import TextConfig
 
 _FALLBACK_STEPS = 3
+_ADAPTIVE_MORE = 3  # drafts than the default, at most, where easy text is worth them
 MAX_TREE_ROWS = 16  # rows per request that attention kernels take in one step
 
 # (hidden_size, num_layers, mixture of experts) -> (name of the size, steps). A verified token of a mixture of experts
@@ -31,6 +32,12 @@ def default_num_steps(target: TextConfig) -> tuple[int, str]:
         name, steps = _STEPS_BY_SHAPE[shape]
         return steps, f"the default for a target of size {name}"
     return _FALLBACK_STEPS, "the default for a target of no known size"
+
+
+def longest_adaptive(default: int, reason: str, context_length: int) -> tuple[int, str]:
+    """(most drafts per round where the length adapts, how that was chosen), from the same for a length that stays."""
+    longest = max(default, min(default + _ADAPTIVE_MORE, context_length - 2))
+    return longest, f"{reason} ({default}) and {longest - default} more for rounds of adaptive length"
 
 
 def complete_shape(

@@ -182,6 +182,7 @@ class FrozenKVMTPWorker(TpModelWorker):
             "num_steps": self.spec.num_steps,
             "num_draft_tokens": self.spec.num_draft_tokens,
             "topk": self.spec.topk,
+            "adaptive": self.spec.adaptive,
             "sampled_drafts": self.spec.sample_drafts,
             "assistant_architecture": self.runner.config.architecture,
             "assistant_weights_bytes": self.runner.weight_bytes,

@@ -157,7 +157,8 @@ async function showServer() {
     model.textContent = error.status === 401 ? "enter the API key in the settings" : error.message;
     return;
   }
-  const spec = server.spec ? `${server.spec.algorithm}, ${server.spec.num_steps} drafts a round` : "no speculation";
+  const most = server.spec?.adaptive ? "up to " : "";
+  const spec = server.spec ? `${server.spec.algorithm}, ${most}${server.spec.num_steps} drafts a round` : "no speculation";
   model.textContent = `${server.served_model_name ?? server.model_path} · ${spec}`;
   drawScale(server.spec ? server.spec.num_draft_tokens : 1);
 }
