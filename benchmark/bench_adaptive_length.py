@@ -1,9 +1,9 @@
 """Adaptive draft length against every fixed length and no speculation, in one run.
 
 Greedy answers of the same questions. Contenders take turns after every few requests, and tasks after every turn, so
-that a slow moment of the machine meets all contenders and the load keeps changing; medians over the repetitions are
-reported. Time is the processor's by default, so that other processes count little. ``mixed`` has every kind of question
-in every batch; the rows ``all`` are the tasks of a batch size together.
+that a slow moment of the machine meets all contenders and the load keeps changing; ratios are medians over those of
+each repetition. Time is the processor's by default, so that other processes count little. ``mixed`` has every kind of
+question in every batch; the rows ``all`` are the tasks of a batch size together.
 
     python benchmark/bench_adaptive_length.py
     python benchmark/bench_adaptive_length.py --batch 16 --tasks arithmetic --fixed 1 4 --clock wall
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -77,28 +78,30 @@ def together(runs: list[Run]) -> Run:
     return Run(tokens, sum(run.seconds for run in runs), sum(run.verify_ct for run in runs))
 
 
+def ratio(cell: Cell, name: str, base: str) -> float:
+    """Of throughputs. Both took turns in each repetition, so what slowed one slowed the other: by repetition."""
+    pairs = zip(cell.runs[name], cell.runs[base], strict=True)
+    return statistics.median(run.throughput / other.throughput for run, other in pairs)
+
+
 def best_fixed(cell: Cell) -> str:
-    return max((name for name in cell.runs if name != ADAPTIVE), key=cell.throughput)
-
-
-def against_off(cell: Cell) -> float:
-    return cell.throughput(ADAPTIVE) / cell.throughput(PLAIN)
+    return max((name for name in cell.runs if name != ADAPTIVE), key=lambda name: ratio(cell, name, PLAIN))
 
 
 def row_of(cell: Cell) -> list[str]:
-    rates, best = {name: cell.throughput(name) for name in cell.runs}, best_fixed(cell)
-    equal = all(cell.equal_share(name, PLAIN) == 1.0 for name in rates)
-    shares = [f"{rates[name]:.0f}" if name == PLAIN else f"{rates[name] / rates[PLAIN]:.2f}" for name in rates]
-    accept = sorted(run.accept_length for run in cell.runs[ADAPTIVE])[len(cell.runs[ADAPTIVE]) // 2]
-    end = [f"{accept:.2f}", best, f"{rates[ADAPTIVE] / rates[best]:.3f}", f"{against_off(cell):.3f}"]
+    best, fixed = best_fixed(cell), [name for name in cell.runs if name != PLAIN]
+    equal = all(cell.equal_share(name, PLAIN) == 1.0 for name in fixed)
+    shares = [f"{cell.throughput(PLAIN):.0f}", *(f"{ratio(cell, name, PLAIN):.2f}" for name in fixed)]
+    accept = statistics.median(run.accept_length for run in cell.runs[ADAPTIVE])
+    end = [f"{accept:.2f}", best, *(f"{ratio(cell, ADAPTIVE, base):.3f}" for base in (best, PLAIN))]
     return [str(cell.batch), cell.task, *shares, *end, str(equal)]
 
 
 def report(cells: list[Cell]) -> str:
     header = ["batch", "task", *cells[0].runs, "accept", "best", "adaptive/best", "adaptive/off", "equal"]
     overall = [cell for cell in cells if cell.task == ALL]
-    shares = [cell.throughput(ADAPTIVE) / cell.throughput(best_fixed(cell)) for cell in overall]
-    off_overall, off_task = (min(map(against_off, found)) for found in (overall, cells))
+    shares = [ratio(cell, ADAPTIVE, best_fixed(cell)) for cell in overall]
+    off_overall, off_task = (min(ratio(cell, ADAPTIVE, PLAIN) for cell in found) for found in (overall, cells))
     lines = [
         format_table(header, [row_of(cell) for cell in cells if cell.task != ALL]),
         format_table(header, [row_of(cell) for cell in overall]),
@@ -111,18 +114,17 @@ def report(cells: list[Cell]) -> str:
 
 
 def records_of(cell: Cell, facts: dict[str, str]) -> list[Record]:
-    plain, best = cell.throughput(PLAIN), best_fixed(cell)
 
-    def record(name: str, versus: str | None, base: float) -> Record:
+    def record(name: str, base: str | None) -> Record:
         value, metric = cell.throughput(name), f"{name}_{THROUGHPUT}".replace(" ", "_")
-        ratio = None if versus is None else round(value / base, 3)
-        versus = None if versus is None else f"{versus}_{THROUGHPUT}".replace(" ", "_")
+        share = None if base is None else round(ratio(cell, name, base), 3)
+        versus = None if base is None else f"{base}_{THROUGHPUT}".replace(" ", "_")
         return Record(
-            "adaptive", MODEL, cell.task, cell.batch, metric, round(value, 3), "tokens/s", versus, ratio, **facts
+            "adaptive", MODEL, cell.task, cell.batch, metric, round(value, 3), "tokens/s", versus, share, **facts
         )
 
-    records = [record(name, None if name == PLAIN else PLAIN, plain) for name in cell.runs]
-    return [*records, record(ADAPTIVE, best, cell.throughput(best))]
+    records = [record(name, None if name == PLAIN else PLAIN) for name in cell.runs]
+    return [*records, record(ADAPTIVE, best_fixed(cell))]
 
 
 def parse_args() -> argparse.Namespace:
