@@ -126,7 +126,12 @@ class FrozenKVMTPWorker(TpModelWorker):
         return self.checked(lambda: result)
 
     def decided(self, result: GenerationBatchResult) -> dict[str, torch.Tensor]:
-        return {**super().decided(result), "drafts": self._buffers.draft_tokens}
+        decided = super().decided(result)
+        if result.num_drafts:
+            # rows of padding write one slot, in no order
+            rows = self._buffers.of_width(len(result.accept_lens), result.num_drafts + 1)
+            decided["drafts"] = rows.draft_tokens
+        return decided
 
     def _extend(self, batch: ScheduleBatch, forward: TargetPass | None) -> GenerationBatchResult:
         """The target alone; its token and hidden state seed the first draft."""
