@@ -69,7 +69,7 @@ def decode_config(kind):
         return DecodeConfig(64, 32, 32, 1, 4, 5, 1)
     # 64 rows need four warps: eight would repeat each other's scores. 512 columns of sums are too many for their
     # registers, so two programs take half of them each
-    return DecodeConfig(128 if kv_heads <= 2 else 256, 64, 32, 2, 4, 5, 1, wide=True)
+    return DecodeConfig(64 if kv_heads <= 2 else 128, 64, 32, 2, 4, 5, 1, wide=True)
 
 
 @triton.jit
