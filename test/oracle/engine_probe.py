@@ -108,7 +108,7 @@ class EngineProbe:
         steps: dict[int, list[DraftStep]] = {r: [] for r in requests}
         for _ in range(num_steps):
             fb = _batch(ForwardMode.DRAFT, tokens, positions, self.reader, plan, None)
-            state, hidden = self.assistant.forward(fb, hidden)
+            state, hidden = self.assistant.forward(fb, hidden, self.assistant.rope_tables(fb.positions))
             tokens = self.assistant.draft_argmax(state)
             for row, request in enumerate(requests):
                 steps[request].append(DraftStep(self._draft_logits(state[row]), int(tokens[row]), hidden[row]))

@@ -22,7 +22,7 @@ from sglang.srt.layers.vocab_embedding import ScaledEmbedding
 from sglang.srt.mem_cache.kv_pool import KVReader
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.gemma4_causal import DecoderStack
-from sglang.srt.models.gemma4_layers import Build, WeightSlots
+from sglang.srt.models.gemma4_layers import Build, RopeTables, WeightSlots
 from sglang.srt.models.interfaces import WeightPlan
 from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPContext
 
@@ -216,17 +216,22 @@ class Gemma4AssistantForCausalLM:
             raise RuntimeError("bind_frozen_kv_context must come before get_embed_and_head")
         return self._embed, self.head.weight
 
-    def forward(self, fb: ForwardBatch, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rope_tables(self, positions: torch.Tensor) -> RopeTables:
+        """For ``forward``: ``positions`` [B] int64, which are the same in all steps of a round."""
+        return self.stack.rope_tables(positions)
+
+    def forward(
+        self, fb: ForwardBatch, hidden_states: torch.Tensor, rope: RopeTables
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """One draft step.
 
         ``fb.input_ids`` [B]: newest token of each row; ``hidden_states`` [B, Dt]: target state that predicted it, or
-        the second result of the step before. Returns the normed state [B, D] for ``draft_argmax`` and the next hidden
-        state [B, Dt].
+        the second result of the step before; ``rope``: of ``fb.positions``. Returns the normed state [B, D] for
+        ``draft_argmax`` and the next hidden state [B, Dt].
         """
         if self._embed is None:
             raise RuntimeError("bind_frozen_kv_context must come before forward")
         x = self.pre_projection.parts(self._embed.beside(fb.input_ids, hidden_states))
-        rope = self.stack.rope_tables(fb.positions)
         stream = self.stack.start(x)
         normed = self.stack.run_few(stream, None, rope, fb)
         if normed is None:

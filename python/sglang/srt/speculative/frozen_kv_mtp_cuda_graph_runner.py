@@ -91,9 +91,9 @@ class FrozenKVMTPDraftProgram:
         if whole is not None:
             out.draft_tokens.copy_(whole)
             return
-        chain = [token]
+        chain, rope = [token], self.model.rope_tables(fb.positions)
         for index in range(step.width - 1):
-            state, hidden = self.model.forward(with_tokens(fb, token), hidden)
+            state, hidden = self.model.forward(with_tokens(fb, token), hidden, rope)
             token = self.pick(step, rows, out, index, state, grammars)
             chain.append(token)
             if grammars is not None:

@@ -103,16 +103,16 @@ class FrozenKVMTPTreeDraftProgram:
         k = self._topk
         view = self._prefix.geometry(rows, step)
         fb = self._prefix.forward_batch(view, rows.bonus_tokens)
-        state, hidden = self._model.forward(fb, seed)
+        state, hidden = self._model.forward(fb, seed, self._model.rope_tables(fb.positions))
         tokens, scores = self._model.draft_topk(state, k)
         found = _Candidates()
         found.add(tokens, scores, torch.full_like(tokens, -1))
         wide = expand_for_topk_draft(view, k)
         fb = self._prefix.forward_batch(wide, tokens.view(-1))
         numbers = torch.arange(k, device=tokens.device).expand(step.size, -1)  # of the frontier among all candidates
-        hidden = hidden.repeat_interleave(k, dim=0)
+        hidden, rope = hidden.repeat_interleave(k, dim=0), self._model.rope_tables(fb.positions)
         for _ in range(self._num_steps - 1):
-            state, hidden = self._model.forward(with_tokens(fb, tokens.reshape(-1)), hidden)
+            state, hidden = self._model.forward(with_tokens(fb, tokens.reshape(-1)), hidden, rope)
             children, gains = (part.view(step.size, k, k) for part in self._model.draft_topk(state, k))
             children, totals = children.flatten(1), (scores[:, :, None] + gains).flatten(1)
             first = found.add(children, totals, numbers.repeat_interleave(k, dim=1))

@@ -20,15 +20,17 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPContext
 
-# A drafting query stands at the bonus token's own index L - 1, the first position without KV. Counted from the number
-# of committed tokens (L - 1) that is +0; engines that draft from the last committed slot would say -1.
-FROZEN_POSITION_OFFSET = 0
 _RANGE, _SPREAD = 1 << 16, 40503  # of simulated accept lengths
 
 
 def set_frozen_kv_positions(committed_lens: torch.Tensor) -> torch.Tensor:
-    """The query position of each request for the whole round, [B] int64. It does not advance while drafting."""
-    return committed_lens + FROZEN_POSITION_OFFSET
+    """The query position of each request for the whole round, [B] int64. It does not advance while drafting.
+
+    A drafting query stands at the bonus token's own index L - 1, the first position without KV, which is the number of
+    committed tokens: the result is ``committed_lens`` itself. (Engines that draft from the last committed slot stand
+    one before.)
+    """
+    return committed_lens
 
 
 def frozen_kv_target_view(
@@ -44,7 +46,7 @@ def frozen_kv_target_view(
     """
     host = None
     if committed_on_host is not None:
-        host = HostLens(committed_on_host, tuple(n + FROZEN_POSITION_OFFSET for n in committed_on_host))
+        host = HostLens(committed_on_host, committed_on_host)
         max_kv_len = max(committed_on_host)
     positions, q_lens = set_frozen_kv_positions(committed_lens), (1,) * committed_lens.shape[0]
     return AttnGeometry(req_pool_indices, committed_lens, positions, q_lens, max_kv_len, host)
