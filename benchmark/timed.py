@@ -218,8 +218,9 @@ class Timed:
         """A stage by itself, in a graph where there are graphs."""
         runner: Runner = EagerRunner(program)
         if self.device == "cuda":
-            runner = CudaGraphRunner(program, (step.size,))
+            runner = CudaGraphRunner(program, (step.size,), (step.width,))
         runner.capture()
+        assert runner.can_run(step), f"{program.name} was captured for another step than {step}"
         return time_device(lambda: runner.run(step), self.device, repeats)
 
     def _fill_kv(self) -> None:

@@ -252,3 +252,23 @@ def test_trees_have_one_shape() -> None:
     )
     with pytest.raises(ValueError, match="--speculative-adaptive .* --speculative-eagle-topk 2"):
         resolve_server_args(args)
+
+
+def test_rounds_without_drafts_let_a_request_be_like_the_others_again() -> None:
+    acceptance, rids = Acceptance(3), ["bad", *RIDS[:7]]
+    for _ in range(200):
+        acceptance.observe(3, rids, [1] + [4] * 7, [9] * 8)
+    rejected = promise(acceptance, "bad")
+    for _ in range(60):
+        acceptance.observe(0, rids, [1] * 8, [9] * 8)
+    assert rejected < 0.6 * promise(acceptance, "bad")
+    assert promise(acceptance, "bad") == pytest.approx(promise(acceptance, RIDS[0]), rel=0.05)
+
+
+def test_a_few_of_many_requests_may_change_before_the_next_decision() -> None:
+    policy, decided = measured(CPU), []
+    decide = policy._decide
+    policy._decide = lambda rids, caps: (decided.append(len(rids)), decide(rids, caps))  # type: ignore[method-assign]
+    for rids in (RIDS[:32], RIDS[1:33], RIDS[2:32], RIDS[:20], RIDS[:20], RIDS[:3], RIDS[1:4]):
+        policy.choose(rids, [ANY] * len(rids))
+    assert decided == [32, 20, 3, 3]

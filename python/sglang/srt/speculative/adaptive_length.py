@@ -30,7 +30,8 @@ _ROW_DRAFTS = 4.0  # that a request must have had to count as much as all others
 _LEAST_MISSED = 0.01  # share of drafts, so that the first rejection ever does not count for everything
 _FOLDED = 1.0 / 16.0  # of what is known: that many new drafts change it
 _CLOSE = 0.985  # of the best promise is as good, since what drafts promise is an estimate
-_DECIDE_EVERY = 4  # rounds of one request, 2 of two, each round of many: the shorter it is, the less it shows
+_DECIDE_EVERY = 4  # rounds of one request, 2 of two, each round of some: the shorter it is, the less it shows
+_MANY = 8  # requests: of more, a few that come or go change little, and deciding takes longer
 _PROBE_EVERY, _PROBE_ROUNDS = 128, 2  # the second of them is timed, see RoundTimes
 _EVERY_LENGTH_TO = 8
 
@@ -92,28 +93,34 @@ class Acceptance:
         self._num_positions = num_positions
         self._first, self._later = _Shares(num_positions), _Shares(num_positions)
         self._rows: dict[str, _Row] = {}
+        self._rounds_without = 0  # drafts, since the last one with some
 
     def observe(self, num_drafts: int, rids: Sequence[str], accept_lens: Sequence[int], caps: Sequence[int]) -> None:
         """A round; what requests accepted is faded by it even if it had no drafts."""
-        rows = {}
+        if num_drafts == 0:
+            self._rounds_without += 1
+            return
+        keep, rows = _ROW_KEEP ** (1 + self._rounds_without), {}
+        self._rounds_without = 0
         for rid, accept_len, cap in zip(rids, accept_lens, caps, strict=True):
             usable = min(num_drafts, cap)
             reached, accepted = min(accept_len, usable), max(0, min(accept_len - 1, usable))
             row = self._rows.get(rid, _NEW)
             shares = self._shares(row)
-            fair = _ROW_KEEP * row.fair + shares.expected[reached]
-            rows[rid] = _Row(_ROW_KEEP * row.rejections + (accepted < reached), fair, row.rounds + (num_drafts > 0))
+            fair = keep * row.fair + shares.expected[reached]
+            rows[rid] = _Row(keep * row.rejections + (accepted < reached), fair, row.rounds + 1)
             shares.add(reached, accepted)
         self._rows = rows
 
     def gained(self, rids: Sequence[str], caps: Sequence[int]) -> list[float]:
         """Tokens that a round of these requests is expected to gain by its number of drafts, from none."""
         accepted = [0.0] * self._num_positions  # drafts at each position, of all requests
+        keep = _ROW_KEEP**self._rounds_without
         for rid, cap in zip(rids, caps, strict=True):
             row = self._rows.get(rid, _NEW)
             shares, reach = self._shares(row), 1.0
             weight = _ROW_DRAFTS * max(_LEAST_MISSED, shares.expected[-1] / self._num_positions)
-            times_rejected = (row.rejections + weight) / (row.fair + weight)
+            times_rejected = (keep * row.rejections + weight) / (keep * row.fair + weight)
             for at, share in enumerate(shares.missed[:cap]):
                 reach *= max(0.0, 1.0 - times_rejected * share)
                 accepted[at] += reach
@@ -141,7 +148,7 @@ class AdaptiveLength:
 
     def choose(self, rids: Sequence[str], caps: Sequence[int]) -> int:
         self._num_rounds += 1
-        if self._num_rounds >= self._decide_at or rids != self._decided_for:
+        if self._num_rounds >= self._decide_at or self._is_another(rids):
             self._decide(rids, caps)
         turn, rounds = divmod(self._num_rounds, _PROBE_EVERY)
         n = self._best
@@ -151,13 +158,20 @@ class AdaptiveLength:
             n = neighbours[turn % len(neighbours)]
         return min(n, least_length(self._lengths, max(caps)))
 
+    def _is_another(self, rids: Sequence[str]) -> bool:
+        """Whether this is another batch than the one decided for."""
+        if len(rids) <= _MANY:
+            return rids != self._decided_for
+        return _MANY * abs(len(rids) - len(self._decided_for)) > len(rids)
+
     def _decide(self, rids: Sequence[str], caps: Sequence[int]) -> None:
         gained, seconds = self._acceptance.gained(rids, caps), self.times.of(len(rids))
         promises = {n: gained[n] / s for n, s in zip(self._lengths, seconds, strict=True)}
         best = max(promises, key=promises.__getitem__)
         if promises[self._best] < _CLOSE * promises[best]:
             self._best = best
-        self._decided_for, self._decide_at = rids, self._num_rounds + max(1, _DECIDE_EVERY // len(rids))
+        rounds = _DECIDE_EVERY if len(rids) > _MANY else max(1, _DECIDE_EVERY // len(rids))
+        self._decided_for, self._decide_at = rids, self._num_rounds + rounds
 
     def observe(self, num_drafts: int, rids: Sequence[str], accept_lens: Sequence[int], caps: Sequence[int]) -> None:
         self._acceptance.observe(num_drafts, rids, accept_lens, caps)
