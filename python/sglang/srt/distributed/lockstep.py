@@ -25,9 +25,9 @@ _LOCAL = "127.0.0.1"
 _TOKEN_BYTES = 16
 _LENGTH_BYTES = 4
 _GOODBYE = b"."
-# a machine that fell silent is given up after 2 + 3 * 2 seconds
 # for a rank to end by itself when rank 0 has ended
 _NOTICE_S = 3.0
+# a machine that fell silent is given up after 2 + 3 * 2 seconds
 _KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
