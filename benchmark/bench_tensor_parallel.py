@@ -66,6 +66,11 @@ class Cell:
     weight_bytes: int
     peak_bytes: int
 
+    @property
+    def throughput(self) -> float:
+        """Tokens per second, of all requests."""
+        return self.batch * self.gained / self.seconds
+
 
 def measure_rank(group: TpGroup, work: Work) -> list[Cell]:
     """All ranks do the same; each has its own figures."""
@@ -127,8 +132,7 @@ def report_cell(report: Report, work: Work, size: int, cell: Cell, alone: Cell) 
 
     add(f"{what} time", cell.seconds * 1e3, "ms", alone.seconds * 1e3)
     add(f"{what} time on the device", cell.device_seconds * 1e3, "ms", alone.device_seconds * 1e3)
-    rates = (one.batch * one.gained / one.seconds for one in (cell, alone))
-    add(f"{what} throughput", next(rates), "tokens/s", next(rates))
+    add(f"{what} throughput", cell.throughput, "tokens/s", alone.throughput)
     if cell.num_steps:
         add("accept length", cell.gained, "tokens")
     if cell.collectives is not None:

@@ -63,7 +63,12 @@ class PagedRows:
         """Rows per request, from the device if they must be."""
         if self.row_ends is None:
             return self.q_lens
-        return tuple(self.row_ends.diff(prepend=self.row_ends.new_zeros(1)).tolist())
+        return tuple(row_counts(self.row_ends).tolist())
+
+
+def row_counts(row_ends: torch.Tensor) -> torch.Tensor:
+    """Rows per request, [B], by the row behind each request's last."""
+    return row_ends.diff(prepend=row_ends.new_zeros(1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,10 +47,7 @@ class CustomAllReduce:
             num = self._buffer.numel() // dtype.itemsize
             for size in (num, _ALIGNMENT // dtype.itemsize, num // 8):
                 x = _trial(rank, size, dtype).to(self._buffer.device)
-                want, *others = gather(x).unbind(0)
-                for other in others:
-                    want = want + other
-                found.append(self._is(x, want))
+                found.append(self._is(x, sum_in_order(gather(x))))
         return all(found)
 
     def _is(self, x: torch.Tensor, want: torch.Tensor) -> bool:
@@ -59,6 +56,14 @@ class CustomAllReduce:
         except (RuntimeError, AttributeError) as error:  # what this device or this version does not have
             logger.warning("small tensors are not added without the library: %s", error)
             return False
+
+
+def sum_in_order(parts: torch.Tensor) -> torch.Tensor:
+    """``parts`` [ranks, ...], of one rank each -> their sum, added one after the other."""
+    total, *others = parts.unbind(0)
+    for part in others:
+        total = total + part
+    return total
 
 
 def _trial(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:

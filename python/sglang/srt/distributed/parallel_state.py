@@ -14,7 +14,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from sglang.srt.distributed.custom_all_reduce import CustomAllReduce, open_custom_all_reduce, see_each_other
+from sglang.srt.distributed.custom_all_reduce import (
+    CustomAllReduce,
+    open_custom_all_reduce,
+    see_each_other,
+    sum_in_order,
+)
 from sglang.srt.distributed.lockstep import Lockstep, open_lockstep
 
 logger = logging.getLogger(__name__)
@@ -121,10 +126,7 @@ class TpGroup:
         if x.is_cuda and x.dtype is not torch.float32:
             dist.all_reduce(x)
             return x
-        total, *others = self.gather(x.float()).unbind(0)
-        for part in others:
-            total = total + part
-        return total.to(x.dtype)
+        return sum_in_order(self.gather(x.float())).to(x.dtype)
 
     def pick(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of tensors of which every element is zero on all ranks but one: no rounding. May change ``x``."""

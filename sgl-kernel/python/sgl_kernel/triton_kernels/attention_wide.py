@@ -15,8 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-ITEM_FIELDS = gl.constexpr(8)  # as in ``paged_attention``
+from sgl_kernel.triton_kernels.attention_core import LOG2_E
+from sgl_kernel.triton_kernels.paged_attention import ITEM_FIELDS
+
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
 TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 # eight warps: four times 16 rows, and of these each two half of the keys, then half of the columns

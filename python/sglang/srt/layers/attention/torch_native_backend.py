@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from sgl_kernel.attention_decode import MAX_ROWS, attend_paged, can_attend_paged
 from sgl_kernel.decoder_layers import PagedRows
+from sgl_kernel.paged_attention import row_counts
 from sglang.srt.mem_cache.kv_pool import LayerKV
 from sglang.srt.model_executor.forward_batch_info import AttnGeometry, HostLens
 
@@ -99,7 +100,7 @@ def _groups(g: AttnGeometry) -> list[_Group]:
 
 def _with_row_counts(g: AttnGeometry, row_ends: torch.Tensor) -> AttnGeometry:
     """``g`` without the requests that have no row, and with the number of rows of each on the host."""
-    counts = row_ends.diff(prepend=row_ends.new_zeros(1))
+    counts = row_counts(row_ends)
     there = counts.nonzero().view(-1)
     return replace(
         g,
