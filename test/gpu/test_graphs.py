@@ -244,7 +244,7 @@ def test_memory_for_forwards_is_kept_before_the_pool_is_sized(tiny_checkpoints: 
     args = ServerArgs(
         model_path=str(tiny_checkpoints / "dense"),
         device="cuda",
-        mem_fraction_static=1.0 - 0.98 * free / total,  # a small pool, whatever else runs on the device
+        mem_fraction_static=1.0 - 0.95 * free / total,  # a small pool, while other tests take and free memory
         cuda_graph_max_bs=16,
         max_running_requests=16,
     )
@@ -252,6 +252,6 @@ def test_memory_for_forwards_is_kept_before_the_pool_is_sized(tiny_checkpoints: 
     assert isinstance(worker, TpModelWorker)
     taken = free - device.available_bytes()
     pool = worker.memory.pool
-    assert pool.size_tokens * pool.layout.elements_per_token * pool.dtype.itemsize < taken < 0.1 * free
+    assert pool.size_tokens * pool.layout.elements_per_token * pool.dtype.itemsize < taken < 0.2 * free
     step = Step(16, StepKind.SAMPLED, None, width=1)
     assert worker.loop.runner.can_run(step)
