@@ -53,6 +53,14 @@ class Setup:
     def itemsize(self) -> int:
         return torch.empty(0, dtype=getattr(torch, self.args.dtype)).element_size()
 
+    @property
+    def variant(self) -> str:
+        """What the names of figures say of a server that is not started as usual."""
+        args = self.args
+        return (", deterministic" if args.enable_deterministic_inference else "") + (
+            f", graphs of {args.piecewise_cuda_graph_max_tokens}" if args.piecewise_cuda_graph_max_tokens else ""
+        )
+
 
 def kv_tokens(args: argparse.Namespace, batch: int, context: int) -> int:
     return batch * (context + 2 * ANSWER)
@@ -78,7 +86,12 @@ def build(setup: Setup, pair: Pair, num_steps: int, cells: list[tuple[int, int]]
     args = setup.args
     tokens = max([kv_tokens(args, *cell) for cell in cells] + [length + ANSWER for length in args.prefill_len])
     batches = sorted({batch for batch, _ in cells} | {1})
-    return Timed(pair, num_steps, args.device, args.dtype, batches, args.context_length, tokens)
+    return Timed(
+        pair, num_steps, args.device, args.dtype, batches, tokens,
+        context_length=args.context_length,
+        enable_deterministic_inference=args.enable_deterministic_inference,
+        piecewise_cuda_graph_max_tokens=args.piecewise_cuda_graph_max_tokens,
+    )  # fmt: skip
 
 
 def step_seconds(timed: Timed, repeats: int) -> tuple[float, float]:
@@ -103,6 +116,7 @@ def measure_cell(setup: Setup, pair: Pair, timed: Timed, batch: int, context: in
     traffic = step_traffic(setup, pair, steps, batch, context)
 
     def add(metric: str, value: float, unit: str, limit: float | None = None) -> None:
+        metric += setup.variant
         setup.report.add(pair.name, metric, value, unit, batch=batch, context=context, steps=steps, limit=limit)
 
     what, limit = "round" if steps else "pass", traffic.total / limits.bytes_per_s * 1e3
@@ -143,7 +157,7 @@ def measure_prefill(setup: Setup, pair: Pair, timed: Timed, length: int) -> None
             return time_call(lambda: timed.prefill(length), timed.device, min(3, setup.args.repeats))
 
     def add(metric: str, value: float, unit: str, limit: float | None = None) -> None:
-        setup.report.add(pair.name, metric, value, unit, context=length, limit=limit)
+        setup.report.add(pair.name, metric + setup.variant, value, unit, context=length, limit=limit)
 
     skipping = seconds(True)
     add("prefill throughput", length / skipping, "tokens/s")
@@ -178,6 +192,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--accept-len", type=float, help="simulated tokens per round; default: what is accepted")
     parser.add_argument("--prefill-len", nargs="*", type=int, default=[], help="also measure prompts of these lengths")
     parser.add_argument("--context-length", type=int, help="longest sequence to start for; default: the model's")
+    parser.add_argument("--enable-deterministic-inference", action="store_true", help="as of the server")
+    parser.add_argument("--piecewise-cuda-graph-max-tokens", type=int, help="as of the server")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     add_common_arguments(parser)
     return parser.parse_args(argv)

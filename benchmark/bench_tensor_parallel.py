@@ -80,7 +80,7 @@ def measure_rank(group: TpGroup, work: Work) -> list[Cell]:
         if args.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         with simulated_acceptance(args.accept_len if num_steps else None):
-            timed = Timed(work.pair, num_steps, args.device, args.dtype, args.batch_size, None, tokens, group)
+            timed = Timed(work.pair, num_steps, args.device, args.dtype, args.batch_size, tokens, group)
         cells += [measure_cell(timed, args, batch) for batch in args.batch_size]
         del timed
         free_memory(args.device)

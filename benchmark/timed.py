@@ -85,14 +85,15 @@ class Timed:
         device: str,
         dtype: str,
         batches: list[int],
-        context_length: int | None,
         tokens: int,
         group: TpGroup | None = None,
+        **more: Any,
     ) -> None:
-        """``group``: the ranks that share the models, each of which makes one of these and does the same with it."""
+        """``group``: the ranks that share the models, each of which makes one of these and does the same with it;
+        ``more``: server arguments."""
         group = group or TpGroup()
         settings = engine_settings(pair, num_steps, device, dtype, batches)
-        settings |= {"max_total_tokens": tokens, "context_length": context_length, "tp_size": group.size}
+        settings |= {"max_total_tokens": tokens, "tp_size": group.size, **more}
         args = resolve_server_args(ServerArgs.from_kwargs(settings))
         self.device = device
         self.num_steps = num_steps

@@ -126,7 +126,7 @@ def test_one_batch(load: Load, tmp_path: Path) -> None:
 def test_contexts_are_found_in_the_prefix_cache(load: Load, tmp_path: Path) -> None:
     """A request starts with its whole context committed, and nothing but its last token was computed."""
     pair = load("model_shapes").make_pair("tiny-gemma4", tmp_path)
-    timed = load("timed").Timed(pair, 2, "cpu", "float32", [3], 600, 6000)
+    timed = load("timed").Timed(pair, 2, "cpu", "float32", [3], 6000, context_length=600)
     for context in (80, 33):
         timed.start(3, context)
         reqs = timed.scheduler.running.reqs
