@@ -91,6 +91,7 @@ def build(setup: Setup, pair: Pair, num_steps: int, cells: list[tuple[int, int]]
         context_length=args.context_length,
         enable_deterministic_inference=args.enable_deterministic_inference,
         piecewise_cuda_graph_max_tokens=args.piecewise_cuda_graph_max_tokens,
+        disable_piecewise_cuda_graph=not args.prefill_len,
     )  # fmt: skip
 
 

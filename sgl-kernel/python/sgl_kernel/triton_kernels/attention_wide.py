@@ -1,8 +1,9 @@
 """The split kernel of ``paged_attention`` for 512 columns and 64 query rows, in Gluon, for Hopper.
 
 Such a tile fills shared memory and registers so far that Triton's own pipeline has no room: it would copy the next
-keys only when it is done with these. Here the order is given by hand: the next 32 keys and values are on their way
-while these are used, and every key and value is read once, by eight warps that share the output's columns.
+keys only when it is done with these. Here the order is given by hand: while the weights of 32 keys are computed, the
+matrix unit is at the scores of the next ones, and three more tiles of keys and values are on their way. Eight warps
+share the output's columns; every four of them compute all scores, so that weights need not be exchanged.
 """
 
 from triton.experimental import gluon
@@ -20,17 +21,20 @@ from sgl_kernel.triton_kernels.paged_attention import ITEM_FIELDS
 
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
 TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-# eight warps: four times 16 rows, and of these each two half of the keys, then half of the columns
-SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 16, 16]))
+# eight warps: four times 16 rows, twice for the scores, and half of the columns each for the sums
+SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 256, 16]))
 NUM_WARPS = 8
 
 
 @gluon.jit
-def copy_rows(buffer, base_ptr, slots, STRIDE: gl.constexpr, D: gl.constexpr):
-    """Start to copy the rows of ``slots``, as a group of their own."""
-    cols = gl.arange(0, D, gl.SliceLayout(0, COPY))
-    async_copy.async_copy_global_to_shared(buffer, base_ptr + (slots.to(gl.int64) * STRIDE)[:, None] + cols[None, :])
+def copy_rows(buffer, base_ptr, slots, STRIDE: gl.constexpr, D: gl.constexpr, wanted):
+    """Start to copy the rows of ``slots`` if they are wanted, as a group of their own: waits count groups."""
+    if wanted:
+        cols = gl.arange(0, D, gl.SliceLayout(0, COPY))
+        async_copy.async_copy_global_to_shared(
+            buffer, base_ptr + (slots.to(gl.int64) * STRIDE)[:, None] + cols[None, :]
+        )
     async_copy.commit_group()
 
 
@@ -40,6 +44,12 @@ def wait_for_copies(LATER: gl.constexpr):
     async_copy.wait_group(LATER)
     fence_async_shared()
     gl.thread_barrier()
+
+
+@gluon.jit
+def first_product(q_tile, k_tile, nothing):
+    """Start to compute the scores of a tile of keys."""
+    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -62,7 +72,7 @@ def wide_split_kernel(
     tiles = (num_rows * GROUP + BLOCK_M - 1) // BLOCK_M
     per_chunk = tiles * KV_HEADS
     q_tile = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [BLOCK_M, D], TILE)
-    k_tiles = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [2, BLOCK_N, D], TILE)
+    k_tiles = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [3, BLOCK_N, D], TILE)
     v_tiles = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [2, BLOCK_N, D], TILE)
     key_row = gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY))
     gdc_wait()
@@ -78,9 +88,12 @@ def wide_split_kernel(
         keys, values = key_ptr + kv_head * D, value_ptr + kv_head * D
         gl.thread_barrier()  # nobody reads the tiles of the item before any more
         slots = gl.load(slots_ptr + gl.minimum(start + key_row, end - 1))
-        copy_rows(k_tiles.index(0), keys, slots, STRIDE, D)
-        copy_rows(v_tiles.index(0), values, slots, STRIDE, D)
-        slots = gl.load(slots_ptr + gl.minimum(start + BLOCK_N + key_row, end - 1))
+        copy_rows(k_tiles.index(0), keys, slots, STRIDE, D, True)
+        next_slots = gl.load(slots_ptr + gl.minimum(start + BLOCK_N + key_row, end - 1))
+        copy_rows(k_tiles.index(1), keys, next_slots, STRIDE, D, start + BLOCK_N < end)
+        copy_rows(v_tiles.index(0), values, slots, STRIDE, D, True)
+        later_slots = gl.load(slots_ptr + gl.minimum(start + 2 * BLOCK_N + key_row, end - 1))
+        copy_rows(k_tiles.index(2), keys, later_slots, STRIDE, D, start + 2 * BLOCK_N < end)
 
         q_row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPY))
         q_at = (request * num_rows + q_row // GROUP).to(gl.int64) * q_stride + (kv_head * GROUP + q_row % GROUP) * D
@@ -98,20 +111,19 @@ def wide_split_kernel(
         top = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         total = gl.full([BLOCK_M], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
         acc = gl.zeros([BLOCK_M, D], gl.float32, SUMS)
+        nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
+        wait_for_copies(3)  # the first keys
+        scores = first_product(q_tile, k_tiles.index(0), nothing)
+        scores = warpgroup_mma_wait(0, deps=[scores])
         for i in range(0, (end - start + BLOCK_N - 1) // BLOCK_N):
             block = start + i * BLOCK_N
-            wait_for_copies(1)  # these keys; and all threads are done with the other tiles
-            if block + BLOCK_N < end:
-                copy_rows(k_tiles.index((i + 1) % 2), keys, slots, STRIDE, D)
-                copy_rows(v_tiles.index((i + 1) % 2), values, slots, STRIDE, D)
-                slots = gl.load(slots_ptr + gl.minimum(block + 2 * BLOCK_N + key_row, end - 1))
-            else:  # the waits count groups
-                async_copy.commit_group()
-                async_copy.commit_group()
-            nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
-            k = k_tiles.index(i % 2).permute((1, 0))
-            scores = warpgroup_mma(q_tile, k, nothing, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=[scores]) * LOG2_E
+            slots = gl.load(slots_ptr + gl.minimum(block + 3 * BLOCK_N + key_row, end - 1))
+            wait_for_copies(1)  # these values and the next keys; and all threads are done with the tiles before
+            copy_rows(v_tiles.index((i + 1) % 2), values, next_slots, STRIDE, D, block + BLOCK_N < end)
+            copy_rows(k_tiles.index(i % 3), keys, slots, STRIDE, D, block + 3 * BLOCK_N < end)
+            next_slots, later_slots = later_slots, slots
+            next_scores = first_product(q_tile, k_tiles.index((i + 1) % 3), nothing)
+            scores = scores * LOG2_E
             pos = block + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
             stored = pos < end
             seen = (pos[None, :] <= q_pos[:, None]) & stored[None, :]
@@ -130,8 +142,8 @@ def wide_split_kernel(
             top = new_top
             weights = gl.convert_layout(p.to(q_ptr.dtype.element_ty), gl.DotOperandLayout(0, SUMS, 2))
             acc = acc * gl.convert_layout(keep, gl.SliceLayout(1, SUMS))[:, None]
-            wait_for_copies(2)  # these values
-            acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, v_tiles.index(i % 2), acc, is_async=True)])
+            acc = warpgroup_mma(weights, v_tiles.index(i % 2), acc, is_async=True)
+            acc, scores = warpgroup_mma_wait(0, deps=[acc, next_scores])
         at = out_rows(row, request, index, chunks, num_rows, kv_head, KV_HEADS, GROUP)
         gl.store(stats_ptr + 2 * at, top, mask=ok)
         gl.store(stats_ptr + 2 * at + 1, total, mask=ok)
