@@ -30,6 +30,7 @@ from sglang.srt.utils.hf_transformers.tokenizer import load_tokenizer
 
 TASKS = ("count", "code", "story", "recall", "arithmetic", "copy_passage")
 PROMPTS_AT_BATCH_1 = 4
+LONGEST_PROMPT = 1024
 SEED = 7
 
 PLAIN, SPEC = "plain", "spec"
@@ -213,6 +214,8 @@ def run_benchmark(args: argparse.Namespace) -> list[Cell]:
         "device": args.device,
         "disable_radix_cache": True,  # repetitions must not get their prefill for nothing
         "max_running_requests": max(args.batch),
+        # two engines share the device, and the first must not take all of its memory
+        "max_total_tokens": max(args.batch) * (LONGEST_PROMPT + args.tokens),
     }
     spec = {
         "speculative_algorithm": "FROZEN_KV_MTP",

@@ -239,18 +239,19 @@ def test_graphs_of_one_pool_share_memory() -> None:
 
 def test_memory_for_forwards_is_kept_before_the_pool_is_sized(tiny_checkpoints: Path) -> None:
     gc.collect()
+    torch.cuda.empty_cache()
     device = make_device("cuda")
-    total, free = device.total_bytes(), device.available_bytes()
+    total, free, held = device.total_bytes(), device.available_bytes(), torch.cuda.memory_reserved()
     args = ServerArgs(
         model_path=str(tiny_checkpoints / "dense"),
         device="cuda",
-        mem_fraction_static=1.0 - 0.95 * free / total,  # a small pool, while other tests take and free memory
+        mem_fraction_static=1.0 - 0.9 * free / total,  # a small pool, while other tests take and free memory
         cuda_graph_max_bs=16,
         max_running_requests=16,
     )
     worker = create_worker(resolve_server_args(args))
     assert isinstance(worker, TpModelWorker)
-    taken = free - device.available_bytes()
+    taken = torch.cuda.memory_reserved() - held
     pool = worker.memory.pool
     assert pool.size_tokens * pool.layout.elements_per_token * pool.dtype.itemsize < taken < 0.2 * free
     step = Step(16, StepKind.SAMPLED, None, width=1)
