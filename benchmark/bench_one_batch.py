@@ -56,10 +56,9 @@ class Setup:
     @property
     def variant(self) -> str:
         """What the names of figures say of a server that is not started as usual."""
-        args = self.args
-        return (", deterministic" if args.enable_deterministic_inference else "") + (
-            f", graphs of {args.piecewise_cuda_graph_max_tokens}" if args.piecewise_cuda_graph_max_tokens else ""
-        )
+        largest = self.args.piecewise_cuda_graph_max_tokens
+        graphs = "" if largest is None else f", graphs of {largest}"
+        return (", deterministic" if self.args.enable_deterministic_inference else "") + graphs
 
 
 def kv_tokens(args: argparse.Namespace, batch: int, context: int) -> int:

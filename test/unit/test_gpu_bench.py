@@ -123,6 +123,15 @@ def test_one_batch(load: Load, tmp_path: Path) -> None:
     assert found[1, 100, 0, "prefill throughput against all rows"]["ratio"] > 0
 
 
+def test_figures_say_how_the_server_is_started(load: Load, tmp_path: Path) -> None:
+    out = tmp_path / "lines.jsonl"
+    arguments = ["--model", "tiny-gemma4", "--batch-size", "--prefill-len", "40", "--json-out", str(out)]
+    arguments += ["--enable-deterministic-inference", "--piecewise-cuda-graph-max-tokens", "64"]
+    assert load("bench_one_batch").main([*arguments, *ON_CPU]) == 0
+    metrics = {values["metric"] for values in read(out) if values["model"] != "any"}
+    assert metrics and all(metric.endswith(", deterministic, graphs of 64") for metric in metrics)
+
+
 def test_contexts_are_found_in_the_prefix_cache(load: Load, tmp_path: Path) -> None:
     """A request starts with its whole context committed, and nothing but its last token was computed."""
     pair = load("model_shapes").make_pair("tiny-gemma4", tmp_path)
