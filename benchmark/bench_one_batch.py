@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -59,6 +60,14 @@ class Setup:
         largest = self.args.piecewise_cuda_graph_max_tokens
         graphs = "" if largest is None else f", graphs of {largest}"
         return (", deterministic" if self.args.enable_deterministic_inference else "") + graphs
+
+    def adder(self, pair: Pair, **where: int) -> Callable[..., None]:
+        """``add(metric, value, unit, limit=None)`` for the figures of one ``where``."""
+
+        def add(metric: str, value: float, unit: str, limit: float | None = None) -> None:
+            self.report.add(pair.name, metric + self.variant, value, unit, limit=limit, **where)
+
+        return add
 
 
 def kv_tokens(args: argparse.Namespace, batch: int, context: int) -> int:
@@ -115,10 +124,7 @@ def measure_cell(setup: Setup, pair: Pair, timed: Timed, batch: int, context: in
     seconds, gained = step_seconds(timed, setup.args.repeats)
     traffic = step_traffic(setup, pair, steps, batch, context)
 
-    def add(metric: str, value: float, unit: str, limit: float | None = None) -> None:
-        metric += setup.variant
-        setup.report.add(pair.name, metric, value, unit, batch=batch, context=context, steps=steps, limit=limit)
-
+    add = setup.adder(pair, batch=batch, context=context, steps=steps)
     what, limit = "round" if steps else "pass", traffic.total / limits.bytes_per_s * 1e3
     add(f"{what} time", seconds * 1e3, "ms", limit)
     add(f"{what} throughput", batch * gained / seconds, "tokens/s")
@@ -156,13 +162,11 @@ def measure_prefill(setup: Setup, pair: Pair, timed: Timed, length: int) -> None
             timed.prefill(length)
             return time_call(lambda: timed.prefill(length), timed.device, min(3, setup.args.repeats))
 
-    def add(metric: str, value: float, unit: str, limit: float | None = None) -> None:
-        setup.report.add(pair.name, metric + setup.variant, value, unit, context=length, limit=limit)
-
+    add = setup.adder(pair, context=length)
     skipping = seconds(True)
     add("prefill throughput", length / skipping, "tokens/s")
     add("prefill rate", prefill_flops(text, length) / skipping / 1e12, "TFLOP/s", setup.limits.flops_per_s / 1e12)
-    if text.first_kv_shared_layer < text.num_layers:
+    if text.shares_kv:
         add("prefill throughput against all rows", length / skipping, "tokens/s", length / seconds(False))
 
 
