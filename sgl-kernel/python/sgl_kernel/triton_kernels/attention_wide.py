@@ -47,7 +47,7 @@ def wait_for_copies(LATER: gl.constexpr):
 
 
 @gluon.jit
-def first_product(q_tile, k_tile, nothing):
+def start_scores(q_tile, k_tile, nothing):
     """Start to compute the scores of a tile of keys."""
     return warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
@@ -113,7 +113,7 @@ def wide_split_kernel(
         acc = gl.zeros([BLOCK_M, D], gl.float32, SUMS)
         nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
         wait_for_copies(3)  # the first keys
-        scores = first_product(q_tile, k_tiles.index(0), nothing)
+        scores = start_scores(q_tile, k_tiles.index(0), nothing)
         scores = warpgroup_mma_wait(0, deps=[scores])
         for i in range(0, (end - start + BLOCK_N - 1) // BLOCK_N):
             block = start + i * BLOCK_N
@@ -122,7 +122,7 @@ def wide_split_kernel(
             copy_rows(v_tiles.index((i + 1) % 2), values, next_slots, STRIDE, D, block + BLOCK_N < end)
             copy_rows(k_tiles.index(i % 3), keys, slots, STRIDE, D, block + 3 * BLOCK_N < end)
             next_slots, later_slots = later_slots, slots
-            next_scores = first_product(q_tile, k_tiles.index((i + 1) % 3), nothing)
+            next_scores = start_scores(q_tile, k_tiles.index((i + 1) % 3), nothing)
             scores = scores * LOG2_E
             pos = block + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
             stored = pos < end
