@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fixtures.make_tiny_gemma4 import write_pairs
+from sgl_kernel.cpu_ops import cpu_ops
 from sglang.srt.utils.embedded import EMBEDDED_MODELS, EmbeddedModel
 
 SEED = 20260131
@@ -37,6 +38,13 @@ def fixed_seeds() -> None:
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
+
+
+@pytest.fixture
+def need_compiler() -> None:
+    """For tests of the compiled CPU operators."""
+    if cpu_ops() is None:
+        pytest.skip("there is no C++ compiler here")
 
 
 @pytest.fixture(scope="session")

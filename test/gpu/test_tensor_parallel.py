@@ -19,6 +19,11 @@ DEADLINE_S = 300.0
 ENVIRONMENT = {SGLANG_DEBUG_TP_CONSISTENCY.name: "1"}
 
 
+def need_gpus(num: int) -> None:
+    if torch.cuda.device_count() < num:
+        pytest.skip(f"needs {num} CUDA devices")
+
+
 def cases_of(folder: Path, kind: str) -> tuple[Case, ...]:
     return tuple(
         Case(folder / kind, folder / f"{kind}-assistant", batch, num_steps, device="cuda")
@@ -29,8 +34,7 @@ def cases_of(folder: Path, kind: str) -> tuple[Case, ...]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_gpus_say_what_one_does(size: int, kind: str, tiny_checkpoints: Path) -> None:
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} CUDA devices")
+    need_gpus(size)
     cases = cases_of(tiny_checkpoints, kind)
     # in a process of its own, so that this one holds no memory of the first card
     (alone,) = run_ranks(1, all_answers, cases, {}, "cuda", DEADLINE_S)
@@ -46,8 +50,7 @@ def test_gpus_say_what_one_does(size: int, kind: str, tiny_checkpoints: Path) ->
 
 def test_the_same_every_time(tiny_checkpoints: Path) -> None:
     """Thirty times: three engines, ten times each."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 CUDA devices")
+    need_gpus(2)
     case = dataclasses.replace(cases_of(tiny_checkpoints, "dense_keqv")[2], mixed=True)
     engines = [run_ranks(2, repeated_answers, case, ENVIRONMENT, "cuda", DEADLINE_S) for _ in range(3)]
     assert len({answer.tokens for of_ranks in engines for found in of_ranks for answer in found}) == 1
@@ -57,8 +60,7 @@ def test_the_same_every_time(tiny_checkpoints: Path) -> None:
 @pytest.mark.parametrize("custom", [True, False], ids=["custom", "nccl"])
 def test_sums_are_right_in_captured_graphs(custom: bool, size: int) -> None:
     """Ranks are added in their order, by a kernel that reads all ranks' memory and by the library."""
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} CUDA devices")
+    need_gpus(size)
     found = run_ranks(size, wrong_sums, "cuda", {}, "cuda", custom_all_reduce=custom)
     assert [uses for uses, _ in found] == [custom] * size
     assert not any(wrong for _, wrong in found), found

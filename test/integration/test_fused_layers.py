@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import sglang
-from sgl_kernel.cpu_ops import cpu_ops
 from sgl_kernel.decoder_layers import DecoderLayers
 from sgl_kernel.draft_chain import DraftChain
 from sglang.srt.models import gemma4_causal
 from sglang.srt.models.gemma4_mtp import Gemma4AssistantForCausalLM
+
+pytestmark = pytest.mark.usefixtures("need_compiler")
 
 TEXTS = [
     f"<bos><|turn>user\n{question}<turn|>\n<|turn>model\n"
@@ -40,8 +41,6 @@ def answers(options: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_one_call_or_many(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    if cpu_ops() is None:
-        pytest.skip("there is no C++ compiler here")
     made: list[DecoderLayers | None] = []
     fuse = gemma4_causal.fuse_layers
 
@@ -58,8 +57,6 @@ def test_one_call_or_many(options: dict[str, Any], monkeypatch: pytest.MonkeyPat
 
 def test_a_chain_in_one_call_or_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rounds, so the same drafts: lengths of accepted runs show every one of them."""
-    if cpu_ops() is None:
-        pytest.skip("there is no C++ compiler here")
     calls: list[int] = []
     chain = DraftChain.__call__
 

@@ -7,7 +7,6 @@ import torch
 
 from sgl_kernel.activation import gelu_tanh_and_mul, gelu_tanh_and_mul_torch, gelu_tanh_mul, softcap_
 from sgl_kernel.centroid_head import centroid_candidates
-from sgl_kernel.cpu_ops import cpu_ops
 from sgl_kernel.decode_step import advance_rows, advance_rows_torch
 from sgl_kernel.head_argmax import row_argmax
 from sgl_kernel.head_norm_rope import head_norm_rope, head_norm_rope_torch
@@ -18,11 +17,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.mem_cache.kv_pool import LayerKV
 from sglang.srt.model_executor.forward_batch_info import AttnGeometry, HostLens
 
-
-@pytest.fixture(autouse=True)
-def need_compiler() -> None:
-    if cpu_ops() is None:
-        pytest.skip("there is no C++ compiler here")
+pytestmark = pytest.mark.usefixtures("need_compiler")
 
 
 def test_small_numbers_stay_what_they_are() -> None:
